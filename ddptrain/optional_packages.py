@@ -1,11 +1,20 @@
-"""The pip command to show if a package of an extra is missing."""
+"""Packages of extras: whether one is installed, and the pip command if it is not."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 
+from ddptrain.errors import UsageError
+
 PACKAGE = "ddptrain"
+
+
+def require(package: str, extra: str, otherwise: str) -> None:
+    """Raise UsageError with the pip command if a package of an extra is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(f"this needs {package}: {install_command(extra)}, or {otherwise}")
 
 
 def install_command(extra: str) -> str:

@@ -55,7 +55,7 @@ class Run:
         self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
     ) -> None:
         """Call `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
-        from ddptrain.results.remote.runs import StoreRuns, open_runs_dir
+        from ddptrain.results.runs import StoreRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
@@ -69,7 +69,7 @@ class Run:
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
         """Find a run by its id, a prefix of it, `latest`, or its directory. Raises RunNotFound."""
-        from ddptrain.results.remote.runs import open_runs_dir, split_run
+        from ddptrain.results.runs import open_runs_dir, split_run
 
         folder, name = split_run(run, os.fspath(runs_dir))
         view = open_runs_dir(folder).find(name)
@@ -122,7 +122,7 @@ class Run:
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
         from ddptrain.results.metrics import MetricsReader, drop_replaced
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         view = self._view(NeededFiles.METRICS)
         lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
@@ -142,7 +142,7 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The folders of the run's checkpoints, the newest first. Those of a run in an object store are downloaded."""
         from ddptrain.results.layout import MANIFEST, checkpoint_folders
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         view = self._view(NeededFiles.CHECKPOINTS)
         folders = [path for path in checkpoint_folders(view.layout) if (path / MANIFEST).is_file()]
@@ -152,7 +152,7 @@ class Run:
     def best(self) -> Path | None:
         """The folder of the best checkpoint (the newest if there is no metric); None if there is none."""
         from ddptrain.results.lookup import find_checkpoint
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         try:
             return find_checkpoint(self._view(NeededFiles.MODEL).layout, "best")
@@ -161,7 +161,7 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of a rank so far; "" if there is none."""
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         log = self._view(NeededFiles.LOGS, rank).layout.log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -189,7 +189,7 @@ class Run:
 
         An exception during the wait, such as Ctrl-C, does not stop the run. Raises the errors of `wait`.
         """
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
         from ddptrain.results.show.live_table import LiveTable, in_notebook
         from ddptrain.results.show.log_follower import LogCursor
 
@@ -281,7 +281,7 @@ class Run:
         """
         refresh: Callable[..., None] = lambda **_: None  # noqa: E731
         if live:
-            from ddptrain.results.run_store import NeededFiles
+            from ddptrain.results.runs import NeededFiles
             from ddptrain.results.show.live_table import LiveTable
 
             table = LiveTable(lambda: self._view(NeededFiles.METRICS), _STORE_POLL_S if self._is_stored else 1.0)

@@ -89,8 +89,7 @@ def _as_text(page: str) -> Iterator[str]:
 
 
 def _explain_run(run: str, *, as_json: bool) -> None:
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
     from ddptrain.results.show.explanation import explain_run
 
     place, name = split_run(run, PLACES.runs)

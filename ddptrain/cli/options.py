@@ -171,7 +171,7 @@ def local_config(config: str) -> str:
     """Return the file that CONFIG names; one of an object store is downloaded. Raises UsageError, StoreError."""
     if "://" not in config:
         return config
-    from ddptrain.results.remote.runs import fetch_config
+    from ddptrain.results.runs import fetch_config
 
     return str(fetch_config(config))
 
@@ -193,18 +193,9 @@ def _cluster_fields(cluster: str) -> list[str]:
     import re
 
     from ddptrain.config.sections.clusters import BACKEND_FIELDS
+    from ddptrain.config.types import is_scheduler_file
 
-    if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):
-        field = "address"
-    elif "/" in cluster or cluster.endswith(".json"):
-        field = "scheduler_file"
-    else:
+    if not is_scheduler_file(cluster) and not re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):
         return [f"cluster.name={json.dumps(cluster)}"]
-    cleared = [f"cluster.{other}=null" for other in ("name", *BACKEND_FIELDS) if other != field]
-    return [
-        *cleared,
-        "cluster.kwargs={}",
-        "cluster.options={}",
-        "cluster.backend=address",
-        f"cluster.{field}={json.dumps(cluster)}",
-    ]
+    cleared = [f"cluster.{other}=null" for other in ("name", *BACKEND_FIELDS) if other != "address"]
+    return [*cleared, "cluster.kwargs={}", "cluster.backend=address", f"cluster.address={json.dumps(cluster)}"]

@@ -61,7 +61,7 @@ def results(ctx: typer.Context, json: JsonOption = False) -> None:
 def show(run: Run, json: JsonOption = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files; of a sweep, its trials."""
     from ddptrain.errors import RunNotFound
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.time_use import time_use_of
 
@@ -92,7 +92,7 @@ def logs(
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")] = None,
 ) -> None:
     """Print the logs of the ranks."""
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.log_follower import follow_logs, show_logs
 
     runs, name = place_of(run)
@@ -127,7 +127,7 @@ def sync(
     """
     from ddptrain.clusters.signals import interruptible
     from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
-    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.results.runs import open_runs_dir
 
     if (run is None) != every:
         raise UsageError("say which run, as latest, or --all, and not both")
@@ -212,7 +212,7 @@ def export(
     if step is not None:
         raise UsageError("--step is the step of a checkpoint: it is for --format safetensors")
     from ddptrain.results.export import export_mlflow, export_tables, export_tensorboard
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
 
     views = [view_of(run, NeededFiles.COMPARISON) for run in dict.fromkeys(runs)]
     if form is ExportFormat.MLFLOW:
@@ -231,7 +231,7 @@ def _consolidate(run: str, output: str, step: int | None, *, as_json: bool) -> N
     from ddptrain.results.checkpoints import consolidation
     from ddptrain.results.layout import BEST, step_name
     from ddptrain.results.lookup import find_checkpoint
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.render import size
 
     which = BEST if step is None else step_name(step)

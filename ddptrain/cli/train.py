@@ -86,11 +86,10 @@ def start(
     """
     reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
-        from ddptrain.config.workload_check import check_tls, check_workload
+        from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.cluster_session import check_cluster
 
         check_workload(resolved)
-        check_tls(resolved)
         start = check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
         write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()

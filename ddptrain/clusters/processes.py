@@ -45,7 +45,7 @@ _TAIL_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class DaemonOrder:
-    """A process to start in `folder`, with `env` added to our environment; it writes into <name>.log.
+    """A process to start in `folder`; it writes into <name>.log.
 
     A `folder` without a slash is the name of one in the user's state directory. FOLDER in `argv` is replaced by its
     path, PYTHON by this interpreter. `files` (name -> text) are written into the folder first. Only this user can read
@@ -56,7 +56,6 @@ class DaemonOrder:
     folder: str
     argv: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,6 @@ def start(order: DaemonOrder) -> DaemonId:
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, **order.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

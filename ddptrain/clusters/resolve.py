@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from ddptrain import __version__
 from ddptrain.clusters import record as records
 from ddptrain.clusters.record import ClusterRecord
-from ddptrain.clusters.security import own_security, security
+from ddptrain.clusters.security import own_security
 from ddptrain.config import plugin_names
+from ddptrain.config.types import is_scheduler_file
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import Relation
 
 if TYPE_CHECKING:
     from distributed import Security
-
-    from ddptrain.config.sections.clusters import TlsSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +74,13 @@ def of_cluster(cluster: ClusterRecord) -> Target:
     return Target(cluster.address, tls, name, foreign, fixed=cluster.backend == "local")
 
 
-def by_address(address: str, tls: TlsSettings | None) -> Target:
-    """Return the scheduler at an address; for the user's own cluster with its certificate. Raises ClusterError."""
-    if tls is not None:
-        files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
-        return Target(_complete(address, "tls"), security(*files))
+def by_address(address: str) -> Target:
+    """Return the scheduler at an address or in its file; for the user's own cluster with its certificate.
+
+    Raises ClusterError, also if the file contains no address.
+    """
+    if is_scheduler_file(address):
+        address = _address_in(Path(address).expanduser())
     known = {address, _complete(address, "tcp"), _complete(address, "tls")}
     for cluster in records.every():
         if cluster.address in known and cluster.relation == Relation.SAME:
@@ -87,18 +88,15 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
     return Target(_complete(address, "tcp"))
 
 
-def by_scheduler_file(path: Path, tls: TlsSettings | None) -> Target:
-    """Return the scheduler that wrote the file. Raises ClusterError if the file contains no address."""
+def _address_in(path: Path) -> str:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        address = str(content["address"])
+        return str(json.loads(path.read_text(encoding="utf-8"))["address"])
     except OSError as error:
         raise ClusterError(f"the scheduler file {path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ClusterError(
             f'the scheduler file {path} contains no "address": is it the file of `dask scheduler --scheduler-file`?'
         ) from error
-    return by_address(address, tls)
 
 
 def _complete(address: str, scheme: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
@@ -16,7 +16,6 @@ from ddptrain.config.types import (
     MODULE_PATTERN,
     NAME_PATTERN,
     TARGET_PATTERN,
-    ExitStatus,
     FilledText,
     Seconds,
     Strict,
@@ -27,8 +26,6 @@ from ddptrain.config.types import (
     wrong_field,
 )
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
-
-_SHORTEST_S = 0.2
 
 
 class ScriptWorkload(Strict):
@@ -157,13 +154,6 @@ class FailureConfig(Strict):
         description="Times that ranks are started again after their worker was lost or preempted; max_restarts does "
         "not count these.",
     )
-    no_restart: list[FilledText | ExitStatus] = Field(
-        default_factory=list,
-        description="Exit codes and exception types after which ranks are not started again, as [42, ValueError].",
-    )
-    rejoin_wait_s: Seconds = Field(
-        default=30.0, ge=0, description="Seconds that a restart waits for cluster.ranks.max before it takes fewer."
-    )
     hang_timeout_s: Annotated[Seconds, Field(gt=0)] | Literal["auto"] | None = Field(
         default="auto",
         description="Seconds without any progress of a rank after which a run has hung; null never. auto: 120 s; once "
@@ -172,16 +162,14 @@ class FailureConfig(Strict):
     )
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,
-        description="Seconds without a message from a worker, or without the scheduler, after which it counts as lost.",
+        description="Seconds without a message from a worker, or without the scheduler, after which it counts as "
+        "lost; a restart waits half as long for cluster.ranks.max before it takes fewer.",
     )
     nan: Literal["warn", "stop", "ignore"] = Field(
         default="warn",
         description="What happens at the first NaN or infinite value that a rank logs or gives to ctx.checkpoint: warn "
         "shows it, stop ends the run with exit code 1, ignore does nothing. Built-in workloads stop unless this is "
         "given.",
-    )
-    backoff_s: Seconds = Field(
-        default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."
     )
     grace_s: Seconds = Field(default=30.0, ge=0, description="Seconds from SIGTERM to SIGKILL when ranks are stopped.")
 
@@ -192,20 +180,6 @@ class CodeConfig(Strict):
     ship: bool = Field(default=True, description="Whether code is sent; otherwise workers must have it.")
     folder: FilledText | None = Field(
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
-    )
-
-
-def _interval(seconds: float) -> float:
-    if 0 < seconds < _SHORTEST_S:
-        raise wrong_field("", f"is {seconds:g} s: measuring that often costs too much", f"write {_SHORTEST_S} or more")
-    return seconds
-
-
-class SystemConfig(Strict):
-    """Measurements of hosts, ranks and GPUs, in system.jsonl of the run directory."""
-
-    every_s: Annotated[Seconds, Field(ge=0), AfterValidator(_interval)] | None = Field(
-        default=5.0, description="Seconds between two measurements; 0 or null for none."
     )
 
 
@@ -274,7 +248,6 @@ class RunConfig(Strict):
     code: CodeConfig = Field(
         default=CodeConfig(), description="The code that is sent to workers that don't see the project's folder."
     )
-    system: SystemConfig = Field(default=SystemConfig(), description="Measurements of hosts, ranks and GPUs.")
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")
     tracking: TrackingConfig = Field(
         default=TrackingConfig(), description="Where metrics go besides the run directory: W&B, TensorBoard, others."

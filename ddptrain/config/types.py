@@ -56,7 +56,14 @@ def _variable_name(name: str) -> str:
     return _without_nul(name)
 
 
+def is_scheduler_file(address: str) -> bool:
+    """Return whether an address is the path of a file that `dask scheduler --scheduler-file` wrote."""
+    return "://" not in address and ("/" in address or address.endswith(".json"))
+
+
 def _scheduler_address(text: str) -> str:
+    if is_scheduler_file(text):
+        return text
     tcp = r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}"
     if not re.fullmatch(rf"{tcp}|unix:///[^:#]+", text):
         raise ValueError("is not a scheduler's address: expected something like tcp://host:8786")
@@ -78,7 +85,6 @@ Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 SchedulerAddress = Annotated[str, AfterValidator(_without_nul), AfterValidator(_scheduler_address)]
 Seconds = Annotated[float, Field(le=_A_YEAR_S)]
-ExitStatus = Annotated[int, Field(ge=1, le=255)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 

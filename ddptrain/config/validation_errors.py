@@ -86,6 +86,31 @@ _REMOVED = {
     "cluster.kubernetes.tolerations": "write cluster.kubernetes.pod: {tolerations: [...]}",
     "cluster.kubernetes.service_account": "write cluster.kubernetes.pod: {serviceAccountName: NAME}",
     "cluster.kubernetes.scheduler_service_type": "leave it out; from outside, kubectl forwards a port",
+    "cluster.tls": "set distributed.comm.tls in Dask's configuration, or DASK_DISTRIBUTED__COMM__TLS__CA_FILE, "
+    "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT and DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY",
+    "cluster.scheduler_file": "write cluster.address: ./scheduler.json",
+    "cluster.options": "write cluster.kwargs",
+    "cluster.slurm.env": "write cluster.slurm.setup: [export NAME=VALUE], or set it where ddptrain runs",
+    "cluster.kubernetes.env": "write env, the variables of the ranks",
+    "cluster.kubernetes.node_selector": "write cluster.kubernetes.pod: {nodeSelector: {...}}",
+    "failure.no_restart": "leave it out; the same failure twice at the same step is not tried again",
+    "failure.rejoin_wait_s": "leave it out; a restart waits for half of failure.lost_after_s",
+    "retrain.max_age": "leave it out, and schedule a start with --force",
+    **{f"retrain.keep.{name}": "write retrain.keep: 10" for name in ("versions", "runs", "failed_runs")},
+    "data.max_shrink": "leave it out; with less than half of the data only --force trains",
+    "notify.timeout_s": "leave it out; it is 20",
+    "cluster.ssh.env": "write env, the variables of the ranks",
+    "cluster.kubernetes.volume_mounts": "write mountPath into cluster.kubernetes.volumes",
+    "failure.backoff_s": "leave it out; the first restart is at once, the next ones after 1, 2, 4, ... s",
+    "system": "leave it out; hosts, ranks and GPUs are measured every 5 s",
+    **{
+        f"tracking.wandb.{name}": f"set {variable} in env"
+        for name, variable in (
+            ("name", "WANDB_NAME"),
+            ("init_timeout_s", "WANDB_INIT_TIMEOUT"),
+        )
+    },
+    "sweep.seed": "write sweep.search: {tpe: {seed: 1}}",
     "failure.slow": "leave it out; a slow rank is always named, and stays where it is",
     "failure.slow_factor": "leave it out; a slow rank is named if the others wait for it for a fifth of each step",
 }

@@ -132,7 +132,7 @@ def _no_answer_text(target: Target, timeout_s: float, reason: str) -> str:
         )
     firewall = "" if reason in _NO_LISTENER else ", or is a firewall in the way"
     if reason == _SILENT and target.address.startswith("tcp://"):
-        firewall = f"? If it uses TLS, write {target.address.replace('tcp', 'tls', 1)} and give cluster.tls.ca_file"
+        firewall = f"? If it uses TLS, write {target.address.replace('tcp', 'tls', 1)} and set distributed.comm.tls"
     question = f"is it up, and the port right{firewall}"
     return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}; {question}?"
 
@@ -161,7 +161,7 @@ def _connection_problem(target: Target) -> str:
         reason = getattr(error, "verify_message", "") or error.reason or error
         raise ClusterError(
             f"no TLS connection to {target.address} is possible ({reason}): it belongs to another cluster or is no "
-            "Dask scheduler with TLS, or cluster.tls.ca_file, cert_file and key_file are the wrong ones"
+            "Dask scheduler with TLS, or the files of distributed.comm.tls are the wrong ones"
         ) from error
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
@@ -177,10 +177,15 @@ def _tls_context(target: Target) -> ssl.SSLContext | None:
     if not target.address.startswith("tls://"):
         return None
     security = target.security or Security()
-    context: ssl.SSLContext | None = security.get_connection_args("client").get("ssl_context")
+    try:
+        context: ssl.SSLContext | None = security.get_connection_args("client").get("ssl_context")
+    except OSError as error:
+        files = security.get_tls_config_for_role("client")
+        named = ", ".join(str(files[name]) for name in ("ca_file", "cert", "key"))
+        raise ClusterError(f"the TLS files of Dask's configuration can't be used ({named}): {error}") from error
     if context is None:
         raise ClusterError(
-            f"the scheduler at {target.address} wants a certificate, and none was given: set cluster.tls.ca_file, "
-            "cert_file and key_file, or name a cluster that `ddptrain cluster up` has started"
+            f"the scheduler at {target.address} wants a certificate, and none was given: set distributed.comm.tls "
+            "in Dask's configuration, or name a cluster that `ddptrain cluster up` has started"
         )
     return context

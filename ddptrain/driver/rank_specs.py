@@ -205,7 +205,6 @@ def supervision(config: RunConfig) -> Supervision:
         failure.grace_s,
         alive_s(failure.hang_timeout_s, failure.lost_after_s),
         failure.max_restarts,
-        system_every_s=config.system.every_s or 0.0,
     )
 
 

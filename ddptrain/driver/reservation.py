@@ -41,7 +41,7 @@ def request_for(config: RunConfig, of_machine: int | None) -> SlotRequest:
     ranks = None if most == "auto" else most
     gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
     least = cluster.ranks.min if isinstance(cluster.ranks, RankRange) else None
-    gather_s = config.failure.rejoin_wait_s if least is not None else 0.0
+    gather_s = config.failure.lost_after_s / 2 if least is not None else 0.0
     return SlotRequest(ranks or gpus or None, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
 
 

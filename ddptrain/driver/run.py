@@ -20,7 +20,7 @@ from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
-from ddptrain.config.workload_check import check_tls, check_workload
+from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -43,10 +43,9 @@ from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.lookup import RunView
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import RunStatus
-from ddptrain.results.run_store import LocalRuns, RunUpload
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns, RunUpload, open_runs_dir
 from ddptrain.results.secure_files import make_folder, write_file
 from ddptrain.sanitize import sanitized
 
@@ -89,7 +88,6 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config, shared, plan = resolved.config, options.shared, options.evaluation
     prepared_by = plan.prepare if plan is not None else _prepared_by(config)
     check_trackers(config)
-    check_tls(resolved)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path

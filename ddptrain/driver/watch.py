@@ -14,8 +14,8 @@ from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import MetricsReader, json_object
-from ddptrain.results.remote.runs import RunsDir
 from ddptrain.results.run_record import ProgressRecord, RunStatus, root_cause
+from ddptrain.results.runs import RunsDir
 from ddptrain.results.show.log_follower import LogCursor, start_of_last
 from ddptrain.results.system import SystemLine, parse_line
 

@@ -31,7 +31,6 @@ class ModelState:
     model: str
     number: int = 0
     aliases: Mapping[str, int] = field(default_factory=dict)
-    pinned: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
 
     def version_of(self, alias: str) -> int | None:
@@ -74,7 +73,7 @@ class ModelReader:
         if not newest:
             return ModelState(model)
         change = self._change(model, newest)
-        return ModelState(model, newest, change.aliases, change.pinned, change.removed)
+        return ModelState(model, newest, change.aliases, change.removed)
 
     def history(self, model: str) -> list[Change]:
         """Return every change of a model, oldest first. Raises RegistryDamaged."""

@@ -98,7 +98,7 @@ class VersionRecord:
 class Change:
     """An entry of the history: what was done, and the complete state after it. The newest entry is the present state.
 
-    action: created, promoted, rejected, rolled back, alias, alias removed, pinned, unpinned, removed. reason: the text
+    action: created, promoted, rejected, rolled back, alias, alias removed, removed. reason: the text
     of the user or the gate.
     aliases: alias -> version number. removed: the latest versions that were deleted, or are being deleted.
     """
@@ -110,7 +110,6 @@ class Change:
     user: str
     host: str
     aliases: Mapping[str, int]
-    pinned: tuple[int, ...]
     alias: str = ""
     reason: str = ""
     removed: tuple[int, ...] = ()
@@ -128,7 +127,7 @@ class Change:
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read an entry. Raises RegistryDamaged."""
         record: Self = decoded(cls, data, name)
-        _require_counts(name, record.number, record.version, *record.aliases.values(), *record.pinned, *record.removed)
+        _require_counts(name, record.number, record.version, *record.aliases.values(), *record.removed)
         return record
 
 

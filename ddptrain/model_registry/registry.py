@@ -2,7 +2,7 @@
 
     MODEL/versions/N/version.json       written last: the version exists once this file does
     MODEL/versions/N/...                the files of a run that its model needs, laid out as in a run directory
-    MODEL/history/000001.json           every change, with the complete state of aliases and pins after it
+    MODEL/history/000001.json           every change, with the complete state of aliases after it
 
 A change is one conditional write of the next entry of the history. If two processes change a model together, one
 must read the state again. So a change has happened completely or not at all.
@@ -43,7 +43,6 @@ class Edit:
     action: str
     version: int
     aliases: Mapping[str, int]
-    pinned: tuple[int, ...]
     alias: str = ""
 
 
@@ -81,7 +80,7 @@ class ModelRegistry(ModelReader):
             if others := [each for each in self._same_training(model, record) if each.version != number]:
                 created = {change.version for change in self.history(model) if change.action == "created"}
                 earlier[:] = [each for each in others if each.version in created]
-            return None if earlier else Edit("created", number, state.aliases, state.pinned)
+            return None if earlier else Edit("created", number, state.aliases)
 
         self.change(model, edit)
         if earlier:  # another process has added it meanwhile
@@ -116,7 +115,7 @@ class ModelRegistry(ModelReader):
             moved = {**state.aliases, CHAMPION: number}
             if champion is not None:
                 moved[PREVIOUS] = champion
-            return Edit("promoted", number, moved, state.pinned)
+            return Edit("promoted", number, moved)
 
         return self.change(model, edit, reason)
 
@@ -143,7 +142,7 @@ class ModelRegistry(ModelReader):
             del moved[PREVIOUS]
             if left := [each for each in self.champions_before(model, previous) if each not in state.removed]:
                 moved[PREVIOUS] = left[-1]
-            return Edit("rolled back", previous, moved, state.pinned)
+            return Edit("rolled back", previous, moved)
 
         change = self.change(model, edit, reason)
         assert change is not None
@@ -155,7 +154,7 @@ class ModelRegistry(ModelReader):
         def edit(state: ModelState) -> Edit | None:
             if self.rejections(model).get(number) == reason:
                 return None
-            return Edit("rejected", number, state.aliases, state.pinned)
+            return Edit("rejected", number, state.aliases)
 
         return self.change(model, edit, reason)
 
@@ -175,25 +174,12 @@ class ModelRegistry(ModelReader):
             if before == number:
                 return None
             action = "alias" if number is not None else "alias removed"
-            return Edit(action, number or before or 0, aliases, state.pinned, alias)
-
-        return self.change(model, edit, reason)
-
-    def pin(self, model: str, number: int, *, pinned: bool, reason: str = "") -> Change | None:
-        """Protect a version from being removed, or end this protection. Raises UsageError."""
-        self.version(model, number)
-
-        def edit(state: ModelState) -> Edit | None:
-            others = tuple(each for each in state.pinned if each != number)
-            if pinned == (number in state.pinned):
-                return None
-            action = "pinned" if pinned else "unpinned"
-            return Edit(action, number, state.aliases, (*others, number) if pinned else others)
+            return Edit(action, number or before or 0, aliases, alias)
 
         return self.change(model, edit, reason)
 
     def remove(self, model: str, number: int, reason: str = "") -> Change | None:
-        """Delete a version that is neither pinned nor has an alias. Raises UsageError.
+        """Delete a version that has no alias. Raises UsageError.
 
         If the process dies before the end, a second call completes the removal.
         """
@@ -205,9 +191,7 @@ class ModelRegistry(ModelReader):
                 return None
             if aliases := state.aliases_of(number):
                 raise UsageError(f"version {number} of {model} is {', '.join(aliases)}: move the alias first")
-            if number in state.pinned:
-                raise UsageError(f"version {number} of {model} is pinned: unpin it first")
-            return Edit("removed", number, state.aliases, state.pinned)
+            return Edit("removed", number, state.aliases)
 
         change = self.change(model, edit, reason)
         self._delete_files(model, number)

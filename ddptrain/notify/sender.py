@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -22,6 +23,7 @@ from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.log import Log
+from ddptrain.optional_packages import install_command
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.sanitize import sanitized
@@ -29,6 +31,7 @@ from ddptrain.text_tables import clean_line
 
 _log = Log(__name__)
 
+TIMEOUT_S = 20.0  # for all messages together
 _START_S = 30.0  # for the start of the process and for loading Apprise, about 1 s on an idle machine
 _SHORTEST_SECRET = 4
 _PROBLEM_CHARS = 300
@@ -77,7 +80,7 @@ def send(
     message: Message,
     urls: Sequence[str],
     *,
-    timeout_s: float,
+    timeout_s: float = TIMEOUT_S,
     retries: int = 3,
     secrets: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
@@ -151,6 +154,9 @@ def _without(message: Message, secrets: Iterable[str]) -> Message:
 
 
 def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float, retries: int) -> list[list[Delivery]]:
+    if find_spec("apprise") is None:
+        problem = f"the package apprise is not installed: {install_command('notify')}"
+        return [[Delivery(name, problem)] for name, _ in named]
     request = {**dataclasses.asdict(message), "urls": named, "timeout_s": timeout_s, "retries": retries}
     command = [sys.executable, "-P", "-W", "ignore", "-m", "ddptrain.notify.sender_process"]
     output, trouble = b"", ""

@@ -132,13 +132,12 @@ class Supervision:
     """The part of the failure policy that the worker and the rank need.
 
     `grace_s` is the time between SIGTERM and SIGKILL. If the rank sends nothing for `alive_s`, its worker reports that
-    the rank is alive. `system_every_s` is the time between two samples of the system metrics, 0 for none.
+    the rank is alive.
     """
 
     grace_s: float
     alive_s: float = 2.0
     max_restarts: int = 0
-    system_every_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
-"""Failure events from exceptions: type, message, traceback, and whether the rank is only a victim of another rank."""
+"""What goes wrong in a rank: failure events from exceptions, whether it is only a victim, and stacks if it hangs."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import faulthandler
 import inspect
+import json
 import os
 import re
 import sys
@@ -15,12 +18,18 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import CheckpointNotWritten, one_line
+from ddptrain.file_ops import open_append
 from ddptrain.protocol import events
 from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
+from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec
 from ddptrain.protocol.worker_notices import describe_status
+
+if TYPE_CHECKING:
+    from ddptrain.rank.output import Emitter
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -302,3 +311,71 @@ def add_search_path(error: BaseException) -> None:
         standard = {library, os.path.join(library, "lib-dynload"), zipped}
         folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in standard]
         error.add_note(f"not found by {sys.executable} in {', '.join(folders)}")
+
+
+class StackWriter:
+    """Writes the stacks of all threads to the file from which the worker reports them.
+
+    This process writes them by itself on a command, else faulthandler does because of the worker's signal.
+    """
+
+    def __init__(self, spec: RankSpec) -> None:
+        # Opened now, because faulthandler's C code cannot open files.
+        self._dump_fd = open_append(Path(spec.host.staging) / STACKS_DUMP, create_mode=0o600)
+        faulthandler.register(STACKS_SIGNAL, file=self._dump_fd, all_threads=True)
+
+    def write(self) -> None:
+        """Write the stacks, and then what is known about collective operations. For any thread but the main thread."""
+        error = handled_error()
+        handles = clipped(one_line(f"{type(error).__qualname__}: {message_of(error)}"), 300) if error else ""
+        known = {"sequence": _sequence(), "handles": handles, "pending": _pending()}
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that handles commands
+            faulthandler.dump_traceback(self._dump_fd, all_threads=True)
+            os.write(self._dump_fd, f"{STACKS_END}{json.dumps(known)}\n".encode())
+
+
+def _sequence() -> int | None:
+    """Return the number of collective operations begun in the default group; None if unknown."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        if c10d is None or not c10d.is_initialized():
+            return None
+        return int(c10d._get_default_group()._get_sequence_number_for_group())  # noqa: SLF001  # no public API
+    except Exception:  # some backends do not count, and raise various errors
+        return None
+
+
+def _pending() -> str:
+    """Return the oldest collective operation that torch's flight recorders know as not ended, as "all_reduce"."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    # NCCL has a recorder of its own, until torch 2.14; later each backend has one, gloo by default.
+    readers = [("_dump_nccl_trace_json", ()), *(("_dump_fr_trace_json", (name,)) for name in ("nccl", "nccl2", "gloo"))]
+    active: list[dict[str, Any]] = []
+    for reader, backend in readers:
+        with contextlib.suppress(Exception):  # this torch has no such recorder
+            trace = json.loads(getattr(c10d, reader)(True, True, *backend))
+            active += (entry for entry in trace.get("entries", []) if _is_pending(entry, trace["pg_status"]))
+    oldest = min(active, key=lambda entry: entry["time_created_ns"], default={})
+    return str(oldest.get("profiling_name", "")).rpartition(":")[2]
+
+
+def _is_pending(entry: dict[str, Any], groups: dict[str, Any]) -> bool:
+    """Return whether all ranks must join the operation, and neither it nor a later one of its group has ended."""
+    ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
+    return not entry["retired"] and not entry["is_p2p"] and entry["collective_seq_id"] > ended
+
+
+def report_thread_failures(emitter: Emitter) -> None:
+    """Report exceptions that end a thread. The rank continues, as in any Python program."""
+    print_error = threading.excepthook
+
+    def hook(ended: threading.ExceptHookArgs) -> None:
+        error = ended.exc_value
+        if error is not None and not isinstance(error, SystemExit):
+            name = ended.thread.name if ended.thread is not None else ""
+            trace = clipped("".join(traceback.format_exception(error)), 100_000)
+            message = clipped(message_of(error), 4_000)
+            emitter.emit(events.ThreadFailure(time.time_ns(), name, type(error).__qualname__, message, trace))
+        print_error(ended)
+
+    threading.excepthook = hook

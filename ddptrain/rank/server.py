@@ -31,7 +31,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from ddptrain import log
@@ -50,24 +50,16 @@ _log = log.Log("ddptrain.rank.server")
 
 @dataclass
 class Child:
-    """A running rank or store; `pid` is also the id of its process group."""
+    """A rank or a store; `pid`, which is also the id of its process group, is 0 while a rank waits for its slot."""
 
     id: str
-    pid: int
     slot: str = ""  # "" for a store
+    fds: list[int] = field(default_factory=list)  # spec, log and events of a rank, until it is started
+    deadline: float = 0.0  # monotonic seconds: until then a rank waits for its slot
+    pid: int = 0
     how: str = "forked"
     commands_fd: int | None = None  # write end of the pipe from which a rank reads commands
     kill_at: float | None = None  # monotonic seconds; set when the child was asked to stop
-
-
-@dataclass
-class QueuedRank:
-    """A rank that waits until its slot is free."""
-
-    id: str
-    slot: str
-    fds: list[int]  # spec, log, events
-    deadline: float
 
 
 class RankServer:
@@ -75,8 +67,7 @@ class RankServer:
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
-        self.children: dict[int, Child] = {}
-        self.queue: list[QueuedRank] = []
+        self.children: dict[str, Child] = {}  # by id, in the order of the requests
         self.why_cold = ""  # the reason why no rank can be forked; "" if ranks can be forked
         self.closing = False  # the worker sends no more requests
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -98,7 +89,7 @@ class RankServer:
                 handle()
             self._reap()
             self._kill_overdue()
-            self._start_queued()
+            self._start_waiting()
         process_control.kill_descendants()
 
     def _import_torch(self) -> None:
@@ -127,8 +118,11 @@ class RankServer:
             data, fds = b"", []
         for fd in fds:
             os.set_inheritable(fd, False)
-        if not data:
-            self._close()
+        if not data:  # the worker has ended or closed the connection
+            self._selector.unregister(self.link)
+            self.closing = True
+            for child in list(self.children.values()):
+                self._stop(child, deadlines.ORPHAN_GRACE_S)
             return
         request = json.loads(data)
         try:
@@ -138,72 +132,62 @@ class RankServer:
             _close_all(fds)
 
     def _execute(self, request: Mapping[str, Any], fds: list[int]) -> None:
+        child = self.children.get(request["id"])
         match request["op"]:
             case "fork":
-                self.queue.append(QueuedRank(request["id"], request["slot"], fds, time.monotonic() + SLOT_TIMEOUT_S))
-            case "stop":
-                self._stop(request["id"], request["grace_s"])
-            case "command":
-                self._send_command(request["id"], request["command"])
+                waiting = Child(request["id"], request["slot"], fds, time.monotonic() + SLOT_TIMEOUT_S)
+                self.children[waiting.id] = waiting
             case "store":
                 pid = self._fork(lambda: _run_store(request["host"], request["port"], fds[0]), keep=fds)
                 _close_all(fds)
-                self._adopt(Child(request["id"], pid))
+                self._started(Child(request["id"], pid=pid))
+            case "command" if child is not None:
+                self._send_command(child, request["command"])
+            case "stop" if child is not None:
+                self._stop(child, request["grace_s"])
 
-    def _send_command(self, child_id: str, command: str) -> None:
-        """Send a command to a rank, if it is still running and reads commands."""
-        for child in self.children.values():
-            if child.id == child_id and child.commands_fd is not None:
-                with contextlib.suppress(OSError):
-                    os.write(child.commands_fd, f"{command}\n".encode())
+    def _send_command(self, child: Child, command: str) -> None:
+        """Send a command to a rank, if it is running and reads commands."""
+        if child.commands_fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(child.commands_fd, f"{command}\n".encode())
 
-    def _stop(self, child_id: str, grace_s: float) -> None:
-        for queued in [queued for queued in self.queue if queued.id == child_id]:
-            self._dequeue(queued)
-            self._report(report="exited", id=child_id, pid=0, status=-signal.SIGTERM, time_ns=time.time_ns())
-        self._send_command(child_id, commands.Command.STOP)
-        for child in self.children.values():
-            if child.id == child_id:
-                kill_at = time.monotonic() + grace_s
-                child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
-                _log.info("SIGTERM to a child", id=child_id, pid=child.pid, grace_s=grace_s)
-                process_control.signal_group(child.pid, signal.SIGTERM)
-
-    def _close(self) -> None:
-        """Stop all ranks, because the worker has ended or closed the connection."""
-        self._selector.unregister(self.link)
-        self.closing = True
-        for queued in list(self.queue):
-            self._dequeue(queued)
-        for child in list(self.children.values()):
-            self._stop(child.id, deadlines.ORPHAN_GRACE_S)
+    def _stop(self, child: Child, grace_s: float) -> None:
+        if not child.pid:
+            self._forget(child)
+            self._report(report="exited", id=child.id, pid=0, status=-signal.SIGTERM, time_ns=time.time_ns())
+            return
+        self._send_command(child, commands.Command.STOP)
+        kill_at = time.monotonic() + grace_s
+        child.kill_at = kill_at if child.kill_at is None else min(child.kill_at, kill_at)
+        _log.info("SIGTERM to a child", id=child.id, pid=child.pid, grace_s=grace_s)
+        process_control.signal_group(child.pid, signal.SIGTERM)
 
     # --- starts ---
 
-    def _start_queued(self) -> None:
+    def _start_waiting(self) -> None:
         """Start the ranks whose slot is free, in the order of their requests."""
-        for queued in list(self.queue):
-            holder = next((child for child in self.children.values() if child.slot == queued.slot), None)
-            if holder is not None and time.monotonic() < queued.deadline:
+        for child in [child for child in self.children.values() if not child.pid]:
+            holder = next((each for each in self.children.values() if each.pid and each.slot == child.slot), None)
+            if holder is not None and time.monotonic() < child.deadline:
                 continue
             try:
                 if holder is not None:
                     raise TimeoutError(
-                        f"the slot ({queued.slot}) is still held by {holder.id} (pid {holder.pid}), "
+                        f"the slot ({child.slot}) is still held by {holder.id} (pid {holder.pid}), "
                         f"which has not ended within {SLOT_TIMEOUT_S:.0f} s"
                     )
-                self._adopt(self._start_rank(queued))
-            except TimeoutError as error:
-                self._report(report="broken", id=queued.id, message=str(error))
-            except Exception:  # this rank cannot start; others can
-                self._report(report="broken", id=queued.id, message=traceback.format_exc())
-            self._dequeue(queued)
+                self._start_rank(child)
+            except Exception as error:  # this rank cannot start; others can
+                message = str(error) if isinstance(error, TimeoutError) else traceback.format_exc()
+                self._report(report="broken", id=child.id, message=message)
+                self._forget(child)
 
-    def _start_rank(self, queued: QueuedRank) -> Child:
+    def _start_rank(self, child: Child) -> None:
         """Start a rank with a pipe for its commands: by a fork if this is equivalent to a fresh process."""
         from ddptrain.rank import rank_process
 
-        spec_fd, log_fd, events_fd = queued.fds
+        spec_fd, log_fd, events_fd = child.fds
         os.lseek(spec_fd, 0, os.SEEK_SET)
         spec = rank_process.read_spec(spec_fd)
         why_cold = self.why_cold
@@ -216,38 +200,41 @@ class RankServer:
         try:
             if why_cold:
                 os.lseek(spec_fd, 0, os.SEEK_SET)
-                pid = _start_cold(spec.env, (spec_fd, log_fd, events_fd, read_end), why_cold)
+                child.pid = _start_cold(spec.env, (spec_fd, log_fd, events_fd, read_end), why_cold)
+                child.how = f"cold: {why_cold}"
             else:
                 kept = log_fd, events_fd, read_end
-                pid = self._fork(lambda: rank_process.run_rank(spec, *kept), keep=kept, close=(write_end,))
+                child.pid = self._fork(lambda: rank_process.run_rank(spec, *kept), keep=kept, close=(write_end,))
         except BaseException:
             os.close(write_end)
             raise
         finally:
             os.close(read_end)
-        return Child(queued.id, pid, queued.slot, f"cold: {why_cold}" if why_cold else "forked", write_end)
+        child.commands_fd = write_end
+        _close_all(child.fds)
+        child.fds = []
+        self._started(child)
 
     def _fork(self, main: Callable[[], int], *, keep: Iterable[int], close: Iterable[int] = ()) -> int:
         """Run `main` in a forked child, which closes the server's descriptors except `keep`. Return its pid."""
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            queued = [fd for waiting in self.queue for fd in waiting.fds]
-            pipes = [child.commands_fd for child in self.children.values() if child.commands_fd is not None]
+            of_children = [fd for child in self.children.values() for fd in (*child.fds, child.commands_fd) if fd]
             own = [self.link.fileno(), self._selector.fileno(), self._wake_r, self._wake_w]
-            _become_child(main, {*own, *queued, *pipes, *close} - {*keep}, server)
+            _become_child(main, {*own, *of_children, *close} - {*keep}, server)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the child does the same, so that the group exists before either of them continues
         return pid
 
-    def _adopt(self, child: Child) -> None:
-        self.children[child.pid] = child
+    def _started(self, child: Child) -> None:
+        self.children[child.id] = child
         self._report(report="started", id=child.id, pid=child.pid, how=child.how)
         _log.info("child started", id=child.id, pid=child.pid, how=child.how, slot=child.slot)
 
-    def _dequeue(self, queued: QueuedRank) -> None:
-        self.queue.remove(queued)
-        _close_all(queued.fds)
+    def _forget(self, child: Child) -> None:
+        del self.children[child.id]
+        _close_all(child.fds)
 
     # --- ends ---
 
@@ -261,16 +248,17 @@ class RankServer:
             if pid == 0:
                 return
             time_ns = time.time_ns()
-            child = self.children.pop(pid, None)
+            child = next((each for each in self.children.values() if each.pid == pid), None)
             if child is None:
                 continue  # an orphaned child of a rank
             process_control.signal_group(pid, signal.SIGKILL)
             if child.commands_fd is not None:
                 os.close(child.commands_fd)
+            self._forget(child)
             code = os.waitstatus_to_exitcode(status)
             _log.info("child ended", id=child.id, pid=pid, status=code)
             self._report(report="exited", id=child.id, pid=pid, status=code, time_ns=time_ns)
-            if not self.children:
+            if not any(each.pid for each in self.children.values()):
                 process_control.kill_descendants()
 
     def _kill_overdue(self) -> None:
@@ -284,9 +272,8 @@ class RankServer:
 
     def _timeout_s(self) -> float | None:
         """Return the seconds until the next deadline; None if there is none."""
-        deadlines = [child.kill_at for child in self.children.values() if child.kill_at is not None]
-        deadlines += [queued.deadline for queued in self.queue]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        times = [child.kill_at if child.pid else child.deadline for child in self.children.values()]
+        return max(0.0, min(known) - time.monotonic()) if (known := [at for at in times if at is not None]) else None
 
 
 def _become_child(main: Callable[[], int], close: set[int], server: int) -> NoReturn:

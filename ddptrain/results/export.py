@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ddptrain.errors import ClusterError, UsageError, one_line
 from ddptrain.file_ops import atomic_file
-from ddptrain.optional_packages import install_command
+from ddptrain.optional_packages import require
 from ddptrain.redact import hide_credentials
 from ddptrain.results.compare import flat
 from ddptrain.results.lookup import RunView, parse_time
@@ -162,14 +162,13 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
 
     Raises UsageError, ResultsError.
     """
-    try:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
+    require("tensorboard", "tensorboard", "choose --format csv")
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-        from ddptrain.tracking.tensorboard import FILE_VERSION, text_value
-    except ImportError:
-        raise UsageError(f"this needs tensorboard: {install_command('tensorboard')}, or choose --format csv") from None
+    from ddptrain.tracking.tensorboard import FILE_VERSION, text_value
+
     paths = []
     for view in views:
         series = read_series(view.layout.metrics_jsonl, view.record.attempts)
@@ -205,10 +204,9 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    try:
-        from mlflow import MlflowClient
-    except ImportError:
-        raise UsageError(f"this needs mlflow: {install_command('mlflow')}, or choose --format csv") from None
+    require("mlflow", "mlflow", "choose --format csv")
+    from mlflow import MlflowClient
+
     series = [read_series(view.layout.metrics_jsonl, view.record.attempts) for view in views]
     try:
         client = MlflowClient(output if "://" in output else Path(output).absolute().as_uri())

@@ -229,18 +229,13 @@ def _names(runs_dir: Path) -> list[str]:
 
 def is_sweep(folder: Path) -> bool:
     """Return whether the folder is that of a sweep, whose trials are the runs below it."""
-    try:
-        return (folder / "sweep.json").is_file()
-    except (OSError, ValueError):
-        return False
+    return os.path.isfile(f"{folder}/sweep.json")
 
 
 def _is_run(folder: Path) -> bool:
-    try:
-        is_run = not folder.name.startswith(PRUNED) and RunLayout(folder).run_json.is_file()
-        return is_run and not is_sweep(folder)
-    except OSError:  # no permission, or a name that is too long
+    if folder.name.startswith(PRUNED):
         return False
+    return os.path.isfile(f"{folder}/run.json") and not is_sweep(folder)
 
 
 def _age(view: RunView) -> tuple[datetime, str]:

@@ -1,48 +1,27 @@
 """Deletes the runs that a policy does not keep, in a folder or in an object store.
 
-A kill at any moment leaves no partial run. In a folder, the run directory is renamed to `.pruned-RUN-TOKEN`, which all
-readers ignore, before its files are deleted. In a store, a mark is written and run.json is deleted before the other
-files. The next prune finds the rest and continues.
+A kill at any moment leaves no partial run (see results/runs.py). The next prune finds the rest and continues.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import re
-import secrets
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ddptrain import file_ops
 from ddptrain.config.wording import counted, describe_value
-from ddptrain.errors import RunLocked, RunNotFound, UsageError, one_line
-from ddptrain.log import Log
+from ddptrain.errors import RunLocked, UsageError, one_line
 from ddptrain.results import ownership
-from ddptrain.results.errors import ResultsError, results_errors
-from ddptrain.results.layout import MANIFEST, PRUNED, files_below, valid_run_id
-from ddptrain.results.lookup import RunView, find_checkpoint, load_run, parse_time
-from ddptrain.results.remote.lease import LOCK, StoreLock
-from ddptrain.results.remote.runs import RunsDir, StoreRuns
-from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
-from ddptrain.results.run_store import LocalRuns
-from ddptrain.results.secure_files import is_own_folder
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.lookup import RunView, parse_time
+from ddptrain.results.run_record import RunStatus
+from ddptrain.results.runs import RunsDir
 from ddptrain.storage.store import StoreError, StoreUnreachable, Transient
 
-MARK = ".pruned.json"  # in a run of a store whose deletion has begun
-_RECORD = "run.json"
-_DELETERS = 16
-_log = Log(__name__)
 _RESUMABLE = frozenset((RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED))
 _ENDED = _RESUMABLE | {RunStatus.SUCCEEDED}
 _UNITS = {"": 1, **{unit: 1000**power for power, unit in enumerate(("K", "M", "G", "T", "P"), 1)}}
@@ -220,8 +199,8 @@ class PruneReport:
             "dry_run": self.dry_run,
             "freed_bytes": self.freed_bytes,
             "kept_bytes": self.kept_bytes,
-            "removed": [_as_dict(decision) for decision in self.removed],
-            "kept": [_as_dict(decision) for decision in self.kept],
+            "removed": [{**asdict(each.run), "reason": each.reason} for each in self.removed],
+            "kept": [{**asdict(each.run), "reason": each.reason} for each in self.kept],
             "finished": [{"folder": name, "size_bytes": size} for name, size in self.finished_bytes.items()],
             "problems": list(self.problems),
         }
@@ -237,20 +216,17 @@ def prune(
     A run that a driver resumes meanwhile stays. The report lists what could not be deleted.
     Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.
     """
-    removal = _removal(runs)
     views = [view for view in runs.list() if policy.name in (None, view.record.name)]
-    decisions = decide([removal.facts(view, _age_s(view)) for view in views], policy, protected or {})
-    leftovers = dict(removal.leftovers())
+    decisions = decide([_facts(runs, view) for view in views], policy, protected or {})
+    leftovers = runs.leftovers()
     if dry_run:
         return PruneReport(tuple(decisions), leftovers, (), dry_run)
     deletions = _Deletions()
-    finished = {
-        name: size for name, size in leftovers.items() if not deletions.try_delete(partial(removal.finish, name))
-    }
+    finished = {name: size for name, size in leftovers.items() if not deletions.try_delete(partial(runs.finish, name))}
     results = []
     for view, decision in zip(views, decisions, strict=True):
-        reason = deletions.try_delete(partial(removal.remove, view)) if decision.goes else ""
-        results.append(dataclasses.replace(decision, goes=False, reason=reason) if reason else decision)
+        reason = deletions.try_delete(partial(runs.delete, view)) if decision.goes else ""
+        results.append(replace(decision, goes=False, reason=reason) if reason else decision)
     return PruneReport(tuple(results), finished, tuple(deletions.problems), dry_run)
 
 
@@ -265,16 +241,9 @@ def remove_run(runs: RunsDir, view: RunView) -> int:
         raise RunLocked(
             f"run {view.run_id} is {view.shown_status}, and is not deleted; ddptrain stop {view.run_id} ends it"
         )
-    if isinstance(runs, StoreRuns) and view.layout.root.parent != runs.copies:
-        raise UsageError(f"{view.run_id} is a trial of a sweep in a store: only whole runs can be deleted there")
-    removal = _removal(runs)
-    size_bytes = removal.facts(view, 0.0).size_bytes
-    removal.remove(view)
+    size_bytes = runs.size_bytes(view)
+    runs.delete(view)
     return size_bytes
-
-
-def _removal(runs: RunsDir) -> FolderRemoval | StoredRemoval:
-    return FolderRemoval(runs) if isinstance(runs, LocalRuns) else StoredRemoval(runs)
 
 
 class _Deletions:
@@ -299,179 +268,16 @@ class _Deletions:
         return ""
 
 
-def _age_s(view: RunView) -> float:
-    """Return the seconds since the end of a run, or else since its start, or else since its files changed."""
+def _facts(runs: RunsDir, view: RunView) -> RunFacts:
     ended = parse_time(view.record.ended_at) or parse_time(view.record.started_at)
-    return max(0.0, time.time() - (ended.timestamp() if ended else ownership.changed_at(view.layout)))
-
-
-def _as_dict(decision: Decision) -> dict[str, Any]:
-    return {**dataclasses.asdict(decision.run), "reason": decision.reason}
-
-
-def _facts(view: RunView, age_s: float, size_bytes: int, *, has_checkpoint: bool, foreign: str = "") -> RunFacts:
     return RunFacts(
-        view.layout.root.name,
-        view.run_id,
-        view.record.name,
-        view.status,
-        age_s,
-        size_bytes,
-        has_checkpoint,
-        foreign,
-        view.problem,
+        folder=view.layout.root.name,
+        run_id=view.run_id,
+        name=view.record.name,
+        status=view.status,
+        age_s=max(0.0, time.time() - (ended.timestamp() if ended else ownership.changed_at(view.layout))),
+        size_bytes=runs.size_bytes(view),
+        has_checkpoint=runs.has_checkpoint(view),
+        foreign=runs.why_foreign(view),
+        problem=view.problem,
     )
-
-
-# --- Runs in a folder of this machine ---
-
-
-class FolderRemoval:
-    """The runs of a folder of this machine, for `prune`."""
-
-    def __init__(self, runs: LocalRuns) -> None:
-        self._folder = runs.folder
-
-    def facts(self, view: RunView, age_s: float) -> RunFacts:
-        """Return the facts by which the policy decides about a run; `age_s`: seconds since its end."""
-        folder = view.layout.root
-        foreign = "a symbolic link" if folder.is_symlink() else "" if is_own_folder(folder) else "of another user"
-        try:
-            find_checkpoint(view.layout)
-            has_checkpoint = True
-        except (RunNotFound, OSError):
-            has_checkpoint = False
-        return _facts(view, age_s, folder_bytes(folder), has_checkpoint=has_checkpoint, foreign=foreign)
-
-    def remove(self, chosen: RunView) -> None:
-        """Delete a run directory.
-
-        chosen: the run as it was when the decision was made.
-
-        Raises RunLocked; ResultsError: either nothing is deleted, or the rest is in a folder that readers ignore.
-        """
-        folder = chosen.layout.root
-        aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{secrets.token_hex(4)}")
-        try:
-            descriptor = ownership.take(chosen.layout.lock_file)  # so that no driver can resume it
-        except ResultsError:
-            if not folder.is_dir():  # another prune was faster
-                raise RunLocked(f"run {folder.name} was deleted already") from None
-            raise
-        try:
-            now = load_run(folder, is_ours=True)
-            if (now.status, now.record.driver, now.problem) != (chosen.status, chosen.record.driver, ""):
-                raise RunLocked(f"run {chosen.run_id} has changed since it was chosen: it is {now.shown_status}")
-            with results_errors(folder, "move"):
-                file_ops.publish(folder, aside)
-            _log.info("run moved aside", run=folder.name, folder=aside)
-            _delete(aside)
-        finally:
-            os.close(descriptor)
-
-    def leftovers(self) -> list[tuple[str, int]]:
-        """Return the folders, with their sizes in bytes, of runs whose deletion was interrupted."""
-        folders = [path for path in file_ops.entries(self._folder) if path.name.startswith(PRUNED)]
-        return [(each.name, folder_bytes(each)) for each in sorted(folders) if _is_ours(each)]
-
-    def finish(self, name: str) -> None:
-        """Delete one of `leftovers`. Raises ResultsError."""
-        _delete(self._folder / name)
-
-
-def _delete(folder: Path) -> None:
-    with results_errors(folder, "delete"):
-        while folder.exists():
-            try:
-                shutil.rmtree(folder)
-            except FileNotFoundError:  # another prune deletes it at the same time
-                continue
-
-
-def _is_ours(folder: Path) -> bool:
-    return not folder.is_symlink() and is_own_folder(folder)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the size of all files below a folder in bytes."""
-    return sum(size for _, size in files_below(folder))
-
-
-# --- Runs in an object store ---
-
-
-class StoredRemoval:
-    """The runs of an object store, for `prune`; their files are listed once, at the start. Raises StoreError."""
-
-    def __init__(self, runs: StoreRuns) -> None:
-        self._runs = runs
-        self._files: dict[str, dict[str, int]] = {}  # run -> path in the run -> size in bytes
-        for path, file in runs.store.files().items():
-            run, _, inside = path.partition("/")
-            if inside and valid_run_id(run):
-                self._files.setdefault(run, {})[inside] = file.size_bytes
-
-    def facts(self, view: RunView, age_s: float) -> RunFacts:
-        """Return the facts by which the policy decides about a run; `age_s`: seconds since its end."""
-        folder = view.layout.root.name
-        files = self._files.get(folder, {})
-        manifests = [path for path in files if path.startswith("checkpoints/") and path.endswith(f"/{MANIFEST}")]
-        return _facts(view, age_s, sum(files.values()), has_checkpoint=bool(manifests))
-
-    def remove(self, chosen: RunView) -> None:
-        """Delete a run, and its working folder on this machine.
-
-        chosen: the run as it was when the decision was made. Raises RunLocked, StoreError.
-        """
-        name = chosen.layout.root.name
-        with _lease(self._runs.store.below(name)) as run:
-            _refuse_if_stored_changed(run, chosen)
-            run.write(MARK, (json.dumps({"since": time.time()}) + "\n").encode())
-            run.remove(_RECORD)
-            _log.info("run.json deleted", run=name, store=run.url)
-            _remove_files(run, run.files())
-            shutil.rmtree(self._runs.work / name, ignore_errors=True)  # left by a driver that was killed
-
-    def leftovers(self) -> list[tuple[str, int]]:
-        """Return the runs whose deletion was interrupted, each with the size of what remains in bytes."""
-        interrupted = (run for run, files in self._files.items() if MARK in files and _RECORD not in files)
-        return [(run, sum(self._files[run].values())) for run in sorted(interrupted)]
-
-    def finish(self, name: str) -> None:
-        """Delete one of `leftovers`. Raises RunLocked, StoreError."""
-        with _lease(self._runs.store.below(name)) as run:
-            files = run.files()
-            if MARK in files and _RECORD not in files:
-                _remove_files(run, files)
-
-
-@contextmanager
-def _lease(run: RemoteFolder) -> Iterator[RemoteFolder]:
-    """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
-    lock = StoreLock(run)
-    lock.take()
-    is_gone = False
-    try:
-        lock.keep()  # if the lease is lost, `guard` raises at the next change
-        yield replace(run, guard=lock.assure)
-        is_gone = set(run.files()) <= {LOCK}
-    finally:
-        lock.release(forget=is_gone)
-
-
-def _refuse_if_stored_changed(run: RemoteFolder, chosen: RunView) -> None:
-    """Raise RunLocked if a driver has resumed the run since it was chosen."""
-    data = run.read(_RECORD)
-    try:
-        now = RunRecord.from_json(data) if data is not None else None
-    except RecordError:
-        now = None
-    if now is None or now.driver != chosen.record.driver:
-        raise RunLocked(f"run {chosen.run_id} has changed since it was chosen")
-
-
-def _remove_files(run: RemoteFolder, paths: Collection[str]) -> None:
-    """Delete the files in parallel, then the mark; the lock file stays. Raises StoreError."""
-    with ThreadPoolExecutor(_DELETERS, thread_name_prefix="ddptrain-prune") as pool:
-        list(pool.map(run.remove, [path for path in paths if path not in (MARK, LOCK)]))
-    run.remove(MARK)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
-from types import UnionType
-from typing import Any, Self, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Self, cast
 
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from ddptrain.config.wording import shorten
@@ -45,18 +45,12 @@ class RecordError(ValueError):
     """The text is not a run.json."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Parses JSON. A field that is missing or of another type gets its default; unknown fields are ignored."""
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Self:
-        read = {name: _read(hint, raw[name]) for name, hint in _hints(cast(Any, cls)).items() if name in raw}
-        return cls(**{name: value for name, value in read.items() if value is not _WRONG})
+# NaN, which JSON does not have, is written as null.
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 @dataclass(frozen=True, slots=True)
-class RankRecord(_Part):
+class RankRecord:
     """One process of an attempt; `exit` is its exit code, minus the signal that killed it, or None if unknown."""
 
     rank: int = 0
@@ -69,7 +63,7 @@ class RankRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptRecord(_Part):
+class AttemptRecord:
     """One attempt of a run; `outcome` is None while it is running, else, for example, succeeded or failed.
 
     failure: the root cause, without its traceback. It continued from the checkpoint of step `resumed_from`, at
@@ -88,7 +82,7 @@ class AttemptRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class SlowRankRecord(_Part):
+class SlowRankRecord:
     """A rank for which the other ranks wait in each step.
 
     own_s: seconds of its own work in a step; median_s: the median of the other ranks. computes: its forward and
@@ -99,8 +93,8 @@ class SlowRankRecord(_Part):
     rank: int = 0
     host: str = ""
     gpu: str | None = None
-    own_s: float = 0.0
-    median_s: float = 0.0
+    own_s: Number = 0.0
+    median_s: Number = 0.0
     computes: bool = False
     found_at: str = ""
 
@@ -115,7 +109,7 @@ class SlowRankRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class NotFiniteRecord(_Part):
+class NotFiniteRecord:
     """The first value of an attempt that was NaN or infinite: `value` is nan, inf or -inf."""
 
     rank: int = 0
@@ -136,7 +130,7 @@ def _seconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureRecord(_Part):
+class FailureRecord:
     """Why a run did not succeed. `kind` is exception, exit, signal, worker, driver, ...; `log` is the path of a log.
 
     cause: the same in one line, as the last line of the command has it; root_cause() returns it.
@@ -177,7 +171,7 @@ def root_cause(failure: FailureRecord | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class GitRecord(_Part):
+class GitRecord:
     """The commit that was checked out, and whether tracked files differed from it."""
 
     commit: str = ""
@@ -185,7 +179,7 @@ class GitRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class CodeRecord(_Part):
+class CodeRecord:
     """The project code that was uploaded to workers: the hash of its content, and its size."""
 
     hash: str = ""
@@ -195,7 +189,7 @@ class CodeRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class DriverRecord(_Part):
+class DriverRecord:
     """The driver process; `boot_id` distinguishes machines of one name, and restarts of a machine."""
 
     pid: int = 0
@@ -214,7 +208,7 @@ class DriverRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentValue(_Part):
+class EnvironmentValue:
     """A variable of the ranks' environment; `source` is "user" or "ddptrain"."""
 
     value: str = ""
@@ -222,28 +216,28 @@ class EnvironmentValue(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class BestRecord(_Part):
+class BestRecord:
     """The best checkpoint so far, and the metric that decides."""
 
     metric: str = ""
     mode: str = "min"
-    value: float = math.nan
+    value: Number = math.nan
     step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressRecord(_Part):
+class ProgressRecord:
     """How far the slowest rank was at `time_s` (seconds since 1970): `done` of `total`, counted in `unit`.
 
     eta_s: seconds until all is done, at the rate of that time; None if it is not known. ranks: `done` of each rank.
     """
 
     time_s: float = 0.0
-    done: float = 0.0
+    done: Number = 0.0
     total: float | None = None
     unit: str = ""
     eta_s: float | None = None
-    ranks: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def share(self) -> str:
@@ -256,7 +250,7 @@ class ProgressRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class RunRecord(_Part):
+class RunRecord:
     """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first.
 
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
@@ -325,17 +319,22 @@ class RunRecord(_Part):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse a run.json. Raises RecordError for anything but a JSON object with run_id and status."""
+        """Parse a run.json; unknown fields are ignored. Raises RecordError if a field has another type."""
         try:
-            raw = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"not JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise RecordError(f"not a JSON object but {shorten(repr(raw))}")
-        record = cls.parse(raw)
-        if not record.run_id or not isinstance(raw.get("status"), str):
-            raise RecordError("run_id or status is missing")
-        return record
+            record = _adapter().validate_json(text)
+        except ValueError as error:
+            first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else {"msg": str(error)}
+            place = ".".join(map(str, first.get("loc", ())))
+            why = first["msg"].replace("Invalid JSON", "not JSON")
+            raise RecordError(shorten(f"{place}: {why}" if place else why, 200)) from error
+        if not record.run_id:
+            raise RecordError("run_id is missing")
+        return cast(Self, record)
+
+
+@cache
+def _adapter() -> TypeAdapter[RunRecord]:
+    return TypeAdapter(RunRecord)
 
 
 def status_text(status: str, failure: FailureRecord | None, checkpoints: Sequence[str]) -> str:
@@ -378,44 +377,3 @@ def ascii_json(value: object, indent: int | None = None) -> bytes:
 def utc_now() -> str:
     """Return the time now as records have it: ISO 8601, UTC, milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-_WRONG = object()
-
-
-@cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _read(hint: Any, raw: Any) -> Any:
-    """Convert a JSON value to the declared type, or to _WRONG. Wrong items of a collection are left out."""
-    if hint is Any:
-        return raw
-    if get_origin(hint) is UnionType:
-        return None if raw is None else _read(get_args(hint)[0], raw)
-    if get_origin(hint) is tuple:
-        if not isinstance(raw, list):
-            return _WRONG
-        return tuple(item for raw_item in raw if (item := _read(get_args(hint)[0], raw_item)) is not _WRONG)
-    if get_origin(hint) is Mapping:
-        if not isinstance(raw, dict):
-            return _WRONG
-        items = {name: _read(get_args(hint)[1], item) for name, item in raw.items()}
-        return {name: item for name, item in items.items() if item is not _WRONG}
-    if issubclass(hint, _Part):
-        return hint.parse(raw) if isinstance(raw, dict) else _WRONG
-    if hint is float:
-        return raw if _is_float(raw) else _WRONG
-    return raw if isinstance(raw, hint) and (hint is bool or not isinstance(raw, bool)) else _WRONG
-
-
-def _is_float(raw: Any) -> bool:
-    """Return whether a JSON number fits into a float."""
-    if not isinstance(raw, int | float) or isinstance(raw, bool):
-        return False
-    try:
-        float(raw)
-    except OverflowError:
-        return False
-    return True

@@ -20,9 +20,8 @@ from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.lookup import is_sweep, load_run, parse_time
-from ddptrain.results.remote.runs import RunsDir, StoreRuns, open_runs_dir
 from ddptrain.results.run_record import SWEEP, RunStatus, as_json_data
-from ddptrain.results.run_store import LocalRuns, NeededFiles
+from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, StoreRuns, open_runs_dir
 from ddptrain.results.secure_files import is_own_folder, read_bytes, write_file
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.config.sections.retraining import KeepConfig
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.model_reader import ModelReader, ModelState
@@ -13,7 +12,7 @@ from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import RetrainRecords
 from ddptrain.results.prune import PrunePolicy, PruneReport, prune
-from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.show.render import size
 from ddptrain.retrain.plan import to_continue
 
@@ -58,27 +57,24 @@ class CleanUpReport:
         }
 
 
-def policy_of(keep: KeepConfig, name: str) -> PrunePolicy:
-    """Return which runs of that name `retrain.keep` keeps."""
-    return PrunePolicy(keep=keep.runs, failed_keep=keep.failed_runs, name=name)
-
-
-def clean_up(registry: ModelRegistry, model: str, keep: KeepConfig, runs_dir: str, name: str) -> CleanUpReport:
-    """Delete the versions of a model, and the runs of a name, that `keep` does not keep.
+def clean_up(registry: ModelRegistry, model: str, keep: int, runs_dir: str, name: str) -> CleanUpReport:
+    """Delete the versions of a model, and the runs of a name, that `retrain.keep` does not keep.
 
     Runs that other models use stay. A run that cannot be deleted is one of the problems of the report.
 
     Raises StoreError, RegistryDamaged or UsageError if registry or runs cannot be read or written.
     """
-    versions = prune_versions(registry, model, keep.versions)
-    runs = prune(open_runs_dir(runs_dir), policy_of(keep, name), protected_runs(registry))
+    versions = prune_versions(registry, model, keep)
+    runs = prune(
+        open_runs_dir(runs_dir), PrunePolicy(keep=2 * keep, failed_keep=keep // 2, name=name), protected_runs(registry)
+    )
     return CleanUpReport(versions, runs)
 
 
 def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsReport:
     """Delete all but the newest `keep` versions of a model.
 
-    Versions with an alias (champion, previous, or a user's) and pinned versions stay as well, also if they get it at
+    Versions with an alias (champion, previous, or a user's) stay as well, also if they get it at
     this moment. What a killed process had begun to delete, or to write a day ago, is deleted too.
 
     Raises StoreError if the registry cannot be read or written; RegistryDamaged.
@@ -91,7 +87,7 @@ def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsRe
         try:
             registry.remove(model, record.version, reason=f"{keep} newer versions")
             removed.append(record)
-        except UsageError:  # another process has just pinned or promoted it, or given it an alias
+        except UsageError:  # another process has just promoted it, or given it an alias
             kept[record.version] = "in use"
     registry.delete_leftovers(model)
     numbers = tuple(record.version for record in removed)
@@ -105,8 +101,6 @@ def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int
     for record in versions:
         if aliases := state.aliases_of(record.version):
             kept[record.version] = ", ".join(aliases)
-        elif record.version in state.pinned:
-            kept[record.version] = "pinned"
         elif record.version in newest:
             kept[record.version] = f"one of the {keep} newest"
     return kept
@@ -115,7 +109,7 @@ def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int
 def protected_runs(registry: ModelReader) -> dict[str, str]:
     """Return the runs that must stay: run id -> the reason, as "champion of petnames".
 
-    These are the runs of versions with an alias or a pin, and the runs that an unfinished retraining continues.
+    These are the runs of versions with an alias, and the runs that an unfinished retraining continues.
 
     Raises StoreError or RegistryDamaged if that cannot be read: then nothing may be deleted.
     """
@@ -123,8 +117,7 @@ def protected_runs(registry: ModelReader) -> dict[str, str]:
     for model in registry.models():
         state = registry.state(model)
         for record in registry.versions(model):
-            roles = state.aliases_of(record.version) + (["pinned"] if record.version in state.pinned else [])
-            if roles:
+            if roles := state.aliases_of(record.version):
                 reasons[record.run_id] = f"{', '.join(roles)} of {model}"
         newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
         continued = to_continue(newest)

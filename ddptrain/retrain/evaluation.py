@@ -30,9 +30,8 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
 from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, parse_time
-from ddptrain.results.prune import FolderRemoval
 from ddptrain.results.run_record import RecordError, RunRecord, root_cause
-from ddptrain.results.run_store import LocalRuns
+from ddptrain.results.runs import LocalRuns
 from ddptrain.results.secure_files import make_folder
 from ddptrain.retrain.start import read_metrics
 from ddptrain.run_handle import error_of
@@ -227,10 +226,10 @@ def _runs_folder(place: str) -> Iterator[Path]:
         with results_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         make_folder(folder)
-        removal = FolderRemoval(LocalRuns(folder))
+        runs = LocalRuns(folder)
         for view in [view for view in list_runs(folder) if not view.is_running][_MOST_KEPT:]:
             with suppress(DdptrainError):  # it runs after all, or it cannot be deleted
-                removal.remove(view)
+                runs.delete(view)
     try:
         yield folder
     finally:

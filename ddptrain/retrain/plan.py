@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.config.wording import shorten
@@ -17,6 +16,7 @@ _CONTINUED_AFTER = frozenset({ExitCode.CLUSTER, ExitCode.HANG, ExitCode.LOCKED})
 _MOST_STARTS = 10  # of a retraining that fails again and again
 _TRAINED = frozenset({Stage.TRAIN, Stage.EVALUATE, Stage.GATE, Stage.PROMOTE, Stage.NOTIFY, Stage.CLEAN_UP})
 _MOST_NAMED = 5
+_LEAST_SHARE = 0.5  # of the data of the champion; with fewer nothing is trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,6 @@ def unchanged(
     config: str,
     data: str,
     settings: RetrainConfig,
-    now: datetime,
 ) -> str:
     """Return why no training is needed, or "" if it is needed.
 
@@ -92,10 +91,6 @@ def unchanged(
     """
     trained = [each for each in newest if each.status in (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)]
     if settings.if_unchanged == "train" or not trained:
-        return ""
-    ended = datetime.fromisoformat(trained[0].ended_at or trained[0].started_at)
-    age_s = (now - ended).total_seconds()
-    if settings.max_age is not None and age_s >= settings.max_age:
         return ""
     for record in trained:
         if (record.config, record.data) != (config, data) or not (record is trained[0] or record.version == champion):
@@ -110,7 +105,7 @@ def unchanged(
     return ""
 
 
-def data_problem(old: DataListing | None, new: DataListing, max_shrink: float, *, has_sources: bool) -> str:
+def data_problem(old: DataListing | None, new: DataListing, *, has_sources: bool) -> str:
     """Return why the training data look wrong, or "".
 
     old: the data of the champion, None if they are not known.
@@ -121,10 +116,9 @@ def data_problem(old: DataListing | None, new: DataListing, max_shrink: float, *
         return ""
     many = len(old.files) > 1
     before, now = (len(old.files), len(new.files)) if many else (old.size_bytes, new.size_bytes)
-    if now < before * (1 - max_shrink):
+    if now < before * _LEAST_SHARE:
         noun = f"{new.noun}s" if many else "bytes"
-        limit = f"by more than data.max_shrink {max_shrink:g}"
-        return f"the training data have shrunk from {before:,} to {now:,} {noun}, {limit}"
+        return f"the training data have shrunk from {before:,} to {now:,} {noun}, to less than half"
     if new.noun == "image" and (gone := missing_classes(old, new)):
         named = ", ".join(shorten(name) for name in gone[:_MOST_NAMED])
         return (

@@ -39,11 +39,11 @@ from ddptrain.model_registry.registry import user_name
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
 from ddptrain.notify.run_messages import RunMessages
 from ddptrain.notify.sender import missing_variables, send
+from ddptrain.optional_packages import require
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import root_cause, utc_now
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
@@ -71,8 +71,11 @@ _TO_BE_CONTINUED = (RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED)  # no fai
 def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
     """Retrain the model of a configuration; return the exit code.
 
-    Raises UsageError if the configuration has no section retrain, or the registry cannot be opened; StoreError.
+    Raises UsageError if the configuration has no section retrain, the registry cannot be opened, or what sends its
+    messages is not installed; StoreError.
     """
+    if resolved.config.notify.urls:
+        require("apprise", "notify", "leave out notify.urls")
     return Retraining(Start.of(resolved, resolved.retrain, options)).run()
 
 
@@ -254,18 +257,17 @@ def check_data(start: Start) -> RetrainRecord | None:
     changes = difference(before, listing) if before is not None else []
     has_sources = names_data(start.resolved)
     is_seen = has_sources or is_built_in(start.resolved.config.workload)
-    limit = start.resolved.config.data.max_shrink
-    if problem := plan.data_problem(before, listing, limit, has_sources=has_sources):
+    if problem := plan.data_problem(before, listing, has_sources=has_sources):
         if not start.options.force:
             raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
         start.out.notice(f"{problem}; training anyway, because of --force", level="warning")
     text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
     start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
     data = listing.digest
-    if is_seen and not start.options.force and (start.record is None or not start.record.run_id):
-        moment = datetime.now(UTC)
-        if same := plan.unchanged(start.earlier, champion, start.digest, data, start.settings, moment):
-            return _unchanged(start, data, listing, same)
+    is_new = start.record is None or not start.record.run_id
+    same = plan.unchanged(start.earlier, champion, start.digest, data, start.settings)
+    if same and is_seen and is_new and not start.options.force:
+        return _unchanged(start, data, listing, same)
     if start.options.dry_run:
         return would(start, "train")
     start.begin(data, listing, champion)
@@ -436,7 +438,7 @@ def _notify(start: Start, end: RetrainRecord, duration_s: float) -> Sequence[str
         with suppress(DdptrainError):
             end = replace(end, champion=start.champion())
     message = compose(events[0], end, start.resolved, duration_s)
-    deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, secrets=start.resolved.secrets)
+    deliveries = send(message, settings.urls, secrets=start.resolved.secrets)
     for warning in filter(None, (delivery.warning for delivery in deliveries)):
         start.out.notice(warning, level="warning")
     delivered = [delivery.target for delivery in deliveries if delivery.delivered]

@@ -29,9 +29,8 @@ from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import is_number
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import as_json_data, utc_now
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain.fingerprint import DataListing
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.sanitize import sanitized
@@ -131,7 +130,7 @@ class Start:
         records = RetrainRecords(registry.folder, settings.model)
         owner = ModelOwner(registry.folder, settings.model)
         notify = resolved.config.notify
-        heartbeat = Heartbeat(notify.heartbeat, timeout_s=notify.timeout_s, secrets=resolved.secrets)
+        heartbeat = Heartbeat(notify.heartbeat, secrets=resolved.secrets)
         out = StageOutput(options.output == "json")
         return cls(resolved, settings, options, registry, records, owner, out, heartbeat)
 

@@ -106,7 +106,7 @@ def _notify(finding: Finding, resolved: ResolvedConfig, records: RetrainRecords,
         0, finding.entry.model, finding.entry.added_at, status="late", reason=finding.reason, champion=champion
     )
     message = compose("late", record, resolved)
-    delivered = send(message, settings.urls, timeout_s=settings.timeout_s, secrets=resolved.secrets)
+    delivered = send(message, settings.urls, secrets=resolved.secrets)
     notified = tuple(each.target for each in delivered if each.delivered)
     if notified:  # otherwise the next check tries again
         records.record_late()

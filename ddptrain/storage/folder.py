@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.storage.store import (
@@ -35,28 +37,26 @@ class Folder(Store):
             what = "is not a folder" if self._root.exists() else "does not exist"
             want = f"{self.location.setting} must be a folder with one folder of images for each class"
             raise StoreMissing(f"{self._root} {what}: {want}")
-        try:
-            yield from self._below(self._root / folder, f"{folder}/" if folder else "", set())
-        except PermissionError as error:
-            raise StoreForbidden(f"{self._root} can't be read: {error}") from error
-        except OSError as error:
-            raise StoreUnreachable(f"{self._root} can't be read: {error}") from error
 
-    def _below(self, folder: Path, prefix: str, entered: set[tuple[int, int]]) -> Iterator[Listed]:
-        state = folder.stat()
-        identity = (state.st_dev, state.st_ino)
-        if identity in entered:  # links may lead in a circle
-            return
-        entered.add(identity)
-        with os.scandir(folder) as entries:
-            children = sorted(entries, key=lambda entry: entry.name)
-        for entry in children:
-            key = f"{prefix}{entry.name}"
-            if entry.is_dir():
-                yield from self._below(folder / entry.name, f"{key}/", entered)
-            elif entry.is_file():
-                about = entry.stat()
-                yield Listed(key, about.st_size, f"{about.st_mtime_ns:x}-{about.st_ino:x}")
+        def refuse(error: OSError) -> None:
+            kind = StoreForbidden if isinstance(error, PermissionError) else StoreUnreachable
+            raise kind(f"{self._root} can't be read: {error}") from error
+
+        root, entered = str(self._root), set()
+        for place, folders, names in os.walk(str(self._root / folder), onerror=refuse, followlinks=True):
+            state = os.stat(place)
+            if (state.st_dev, state.st_ino) in entered:  # links may lead in a circle
+                folders.clear()
+                continue
+            entered.add((state.st_dev, state.st_ino))
+            folders.sort()
+            prefix = "" if place == root else f"{place[len(root) + 1 :]}/"
+            for name in sorted(names):
+                with suppress(FileNotFoundError):  # a link to nothing
+                    about = os.stat(f"{place}/{name}")
+                    if stat.S_ISREG(about.st_mode):
+                        version = f"{about.st_mtime_ns:x}-{about.st_ino:x}"
+                        yield Listed(prefix + name, about.st_size, version, about.st_mtime)
 
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
         """See Store."""
@@ -78,24 +78,20 @@ class Folder(Store):
             raise self._get_error(key, error) from None
 
     def _get_error(self, key: str, error: OSError) -> StoreError:
-        if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-            return self._missing(key)
-        kind = StoreForbidden if isinstance(error, PermissionError) else Transient
-        return kind(f"{self._root / key} can't be read: {error}")
-
-    def _missing(self, key: str) -> StoreError:
-        """Return the error for a missing file: the file alone may be missing, or the whole folder."""
+        """Return the error for a file that can't be read: it alone may be missing, or the whole folder."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            kind = StoreForbidden if isinstance(error, PermissionError) else Transient
+            return kind(f"{self._root / key} can't be read: {error}")
         here = f"on {socket.gethostname()}"
         try:
             if not self._root.is_dir():
                 return StoreMissing(
                     f"the folder {self._root} does not exist {here}: every rank must be able to read it"
                 )
-            with os.scandir(self._root) as entries:
-                if next(entries, None) is None:  # an empty mount point
-                    return StoreMissing(f"the folder {self._root} is empty {here}: is its file system mounted?")
+            if not any(self._root.iterdir()):  # an empty mount point
+                return StoreMissing(f"the folder {self._root} is empty {here}: is its file system mounted?")
         except PermissionError:
             pass
-        except OSError as error:
-            return Transient(f"{self._root} can't be read: {error}")
+        except OSError as failed:
+            return Transient(f"{self._root} can't be read: {failed}")
         return NotFound(key)

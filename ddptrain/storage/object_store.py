@@ -59,17 +59,6 @@ _STATUS = re.compile(
 )
 _OS_MESSAGE = re.compile(r'(?:message|error): "((?:[^"\\]|\\.){1,200})"')
 _ADDRESS = re.compile(r"\b[a-z]+://\S+")
-# Names of fsspec's packages -> what to use. A client_options is a mapping of options of the HTTP client.
-_OF_FSSPEC = {
-    "anon": "skip_signature",
-    "key": "access_key_id",
-    "secret": "secret_access_key",
-    "endpoint_url": "endpoint",
-    "requester_pays": "request_payer",
-    "sas_token": "sas_key",
-    "client_kwargs": "endpoint, region or client_options",
-    "verify": "client_options: {allow_invalid_certificates: true}, or the variable AWS_CA_BUNDLE",
-}
 _REGION_HEADER = "x-amz-bucket-region"
 _FRESH = timedelta(minutes=5)  # credentials of botocore are used for so long before botocore is asked again
 Credentials = dict[str, Any]  # as obstore's S3Credential
@@ -124,7 +113,8 @@ class ObjectStore(Store):
         while True:
             try:
                 for page in self._store.list(f"{folder}/" if folder else None, chunk_size=_PAGE, offset=last):
-                    yield from (Listed(item["path"], item["size"], _version(item)) for item in page)
+                    for item in page:
+                        yield Listed(item["path"], item["size"], _version(item), item["last_modified"].timestamp())
                     last = page[-1]["path"] if page else last
             except Exception as error:  # obstore has its own kinds of errors
                 broken += 1
@@ -289,10 +279,6 @@ def _why(text: str, timeout_s: float) -> str:
 def settings_for(location: Location, kind: str, bucket: str, timeout_s: float) -> tuple[str, dict[str, Any]]:
     """Return the bucket, and obstore's arguments; options override the environment. Raises UsageError."""
     options = dict(location.options)
-    for name in options:
-        if name in _OF_FSSPEC:
-            setting = location.options_setting
-            raise UsageError(f"{setting}.{name} is not an option of {location.protocol}://: use {_OF_FSSPEC[name]}")
     client = dict(options.pop("client_options", None) or {})
     if kind == "s3":
         _add_aws(options, bucket, timeout_s)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,15 @@ def is_plain(path: str) -> bool:
     """Return whether a path stays below the folder that it is joined to."""
     parts = path.split("/")
     return not {"", ".", ".."} & set(parts) and "\\" not in path and path.isprintable()
+
+
+def _starts(files: Mapping[str, Listed | None], have_bytes: int) -> Iterator[tuple[str, int]]:
+    """Yield the files that are not completely among the first `have_bytes`, each with the number of bytes to skip."""
+    for path, listed in files.items():
+        size_bytes = listed.size_bytes if listed else 0
+        if have_bytes < size_bytes or not have_bytes:
+            yield path, have_bytes
+        have_bytes = max(0, have_bytes - size_bytes)
 
 
 def _sleep(seconds: float) -> bool:
@@ -127,20 +137,33 @@ class RemoteFolder:
         """Replace a file by these bytes, or by the content of a local file."""
         self._change(lambda: self.store.put(self._key(path), data))
 
-    def fetch(self, path: str, target: Path) -> None:
-        """Replace a local file by one of the store. Raises NotFound, StoreError."""
+    def fetch(self, paths: str | Mapping[str, Listed], target: Path, have_bytes: int = 0, time_ns: int = 0) -> None:
+        """Replace a local file by one of the store, or by several that are joined. Raises NotFound, StoreError.
+
+        have_bytes: the local file begins with so many bytes of the joined ones, which stay. time_ns: the new
+        modification time of the local file; 0: the time now.
+        """
 
         def download() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(target, durable=False) as file:
-                for chunk in self.store.chunks(self._key(path)):
-                    file.write(chunk)
+                if have_bytes:
+                    with target.open("rb") as before:
+                        file.write(before.read(have_bytes))
+                for path, skip in _starts({paths: None} if isinstance(paths, str) else paths, have_bytes):
+                    key = self._key(path)
+                    for chunk in [self.store.get(key, start=skip)] if skip else self.store.chunks(key):
+                        file.write(chunk)
+                if time_ns:
+                    file.flush()
+                    os.utime(file.fileno(), ns=(time_ns, time_ns))
 
         try:
             self._call(download)
         except OSError as error:
+            where = paths if isinstance(paths, str) else next(iter(paths))
             why = error.strerror or error
-            raise StoreError(f"{self.url}/{path} can't be downloaded: cannot write {target}: {why}") from error
+            raise StoreError(f"{self.url}/{where} can't be downloaded: cannot write {target}: {why}") from error
 
     def files(self, folder: str = "") -> dict[str, Listed]:
         """Return every file below a folder, by its path from here."""

@@ -149,11 +149,15 @@ def _absolute(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object in a listing: its key below the location; -1 and "" if the store reports no size or version."""
+    """An object in a listing: its key below the location; -1, "" and 0 if the store does not report a value.
+
+    modified_s: when it was written, in seconds since 1970 by the store's clock.
+    """
 
     key: str
     size_bytes: int
     version: str
+    modified_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

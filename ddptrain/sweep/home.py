@@ -20,11 +20,10 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import MANIFEST, RunLayout, check_run_id, checkpoint_folders, new_run_id
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import read_series
-from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS
-from ddptrain.results.remote.runs import RunsDir, open_runs_dir
+from ddptrain.results.remote.checkpoints import CHECKPOINTS
 from ddptrain.results.run_record import SWEEP
-from ddptrain.results.run_store import LocalRuns, NeededFiles, RunUpload
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, RunUpload, open_runs_dir
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.sweep_record import choose_sweep, find_sweep
 from ddptrain.storage.remote_folder import is_plain, is_url

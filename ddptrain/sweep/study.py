@@ -63,7 +63,7 @@ class Study:
         # A sampler with the same seed would repeat its points after a resume.
         self._study = optuna.create_study(
             direction="minimize" if sweep.mode == "min" else "maximize",
-            sampler=make_sampler(sweep, sweep.seed + len(trials)),
+            sampler=make_sampler(sweep, len(trials)),
             pruner=make_pruner(sweep),
         )
         self._trials: list[optuna.Trial] = []
@@ -146,7 +146,7 @@ class Study:
 def check_choice(sweep: SweepConfig) -> None:
     """Raise UsageError for a sampler or pruner that does not exist, or does not take its options."""
     _silence_optuna()
-    make_sampler(sweep, sweep.seed)
+    make_sampler(sweep, 0)
     make_pruner(sweep)
 
 
@@ -156,12 +156,17 @@ def _silence_optuna() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
-def make_sampler(sweep: SweepConfig, seed: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler of a sweep. Raises UsageError."""
+def make_sampler(sweep: SweepConfig, n_before: int) -> optuna.samplers.BaseSampler:
+    """Return the sampler of a sweep; after a resume, with `n_before` trials, it chooses other points.
+
+    Raises UsageError.
+    """
     name, options = next(iter(sweep.search.items()))
     kind = _named("search", name, _SAMPLERS, optuna.samplers, "Sampler", _NOT_SAMPLERS)
-    seeded = {"seed": seed} if "seed" in inspect.signature(kind).parameters else {}
-    sampler: optuna.samplers.BaseSampler = _made("search", name, kind, {**seeded, **(options or {})})
+    given = dict(options or {})
+    if "seed" in inspect.signature(kind).parameters and isinstance(given.setdefault("seed", 0), int):
+        given["seed"] += n_before
+    sampler: optuna.samplers.BaseSampler = _made("search", name, kind, given)
     return sampler
 
 
@@ -200,7 +205,7 @@ def _grid_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """
     values = [values_of(space) or [] for space in sweep.space.values()]
     points = [_encoded_point(dict(zip(sweep.space, point, strict=True))) for point in itertools.product(*values)]
-    yield from points if sweep.pruner == "none" else random.Random(sweep.seed).sample(points, len(points))
+    yield from points if sweep.pruner == "none" else random.Random(0).sample(points, len(points))
 
 
 def _distribution(space: Distribution | list[Any]) -> BaseDistribution:

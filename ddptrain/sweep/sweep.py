@@ -19,7 +19,6 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.config.workload_check import check_tls
 from ddptrain.driver.cluster_session import LocalResources, Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -29,6 +28,7 @@ from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
 from ddptrain.gpus import usable_cores, visible_gpus
 from ddptrain.log import Log
+from ddptrain.optional_packages import require
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
@@ -80,8 +80,8 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
     if resolved.config.sweep is None:
         hint = "add one, with at least space and trials"
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
+    require("optuna", "sweep", "train single configurations with `ddptrain train`")
     check_trackers(resolved.config)
-    check_tls(resolved)
     sweep = resolved.config.sweep
     if any(options or name not in _PLAIN for name, options in {**sweep.search, **sweep.prune}.items()):
         from ddptrain.sweep.study import check_choice

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddptrain.driver.display import Display, open_display
 from ddptrain.errors import ExitCode
-from ddptrain.results.run_store import LocalRuns, NeededFiles
+from ddptrain.results.runs import LocalRuns, NeededFiles
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState, find_sweep
 from ddptrain.sweep import output
 

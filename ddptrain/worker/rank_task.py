@@ -29,7 +29,7 @@ from ddptrain.worker.foreign_worker import offered_slots, rank_host
 from ddptrain.worker.process_monitor import MemoryWatch, ProcessMonitor
 from ddptrain.worker.rank_environment import HostResources, RankResources
 from ddptrain.worker.rank_host import RankHost
-from ddptrain.worker.system_metrics import GpuReader, SampledRank
+from ddptrain.worker.system_metrics import SYSTEM_EVERY_S, GpuReader, SampledRank
 
 _POLL_S = 0.02  # between two checks of the files of ranks that print
 _IDLE_POLL_S = 0.1  # for ranks that print nothing: each check takes some microseconds of their CPU time
@@ -291,11 +291,10 @@ class RankWatch:
         if self._process is not None or (pid := self.server.pid_of(self.spec.key)) is None:
             return
         self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
-        spec, every_s = self.spec, self.spec.supervision.system_every_s
-        if every_s:
-            gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
-            rank = spec.run_id, spec.attempt, spec.rank
-            self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, every_s, self.send_sample))
+        spec = self.spec
+        gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
+        rank = spec.run_id, spec.attempt, spec.rank
+        self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, SYSTEM_EVERY_S, self.send_sample))
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
         """Return the exit that the rank server has reported, with its reason if it is known."""

@@ -17,6 +17,7 @@ import psutil
 from ddptrain.log import Log
 from ddptrain.protocol.worker_notices import MAX_SAMPLED_RANKS, SystemSample
 
+SYSTEM_EVERY_S = 5.0
 _FIRST_S = 1.0  # from the start of a run's ranks to their first sample, so that short runs have one
 _log = Log(__name__)
 

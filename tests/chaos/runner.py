@@ -92,7 +92,7 @@ def _train(cluster: str | None, *more: str) -> list[str]:
 
 
 def _write_config(folder: Path, case: Case | None, sharded: bool) -> None:
-    failure: dict[str, Any] = {"backoff_s": 0.1, "grace_s": 3.0, "hang_timeout_s": 20.0}
+    failure: dict[str, Any] = {"grace_s": 3.0, "hang_timeout_s": 20.0}
     cluster: dict[str, Any] = {"ranks": 2, "gpus": 0, "wait_s": 30.0}
     if case is not None:
         if case.kind.fault in HANGS:

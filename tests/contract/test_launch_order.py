@@ -79,7 +79,7 @@ def test_run_that_waits_for_slots_is_stopped_from_another_shell(project: Project
 
 
 def test_events_of_a_restarted_run_say_what_happened_in_order(project: Project, shared_cluster: str) -> None:
-    config = project.function(FAILS_ONCE, failure={"max_restarts": 1, "backoff_s": 0.1}, checkpoint={"every_steps": 1})
+    config = project.function(FAILS_ONCE, failure={"max_restarts": 1}, checkpoint={"every_steps": 1})
     project("train", config, "--cluster", shared_cluster, "--ranks", "2", "--run-id", "r", rc=0)
     folder = project.folder / "runs" / "r"
     events = lines(folder / "events.jsonl")

@@ -65,7 +65,7 @@ def test_built_in_workload_prints_each_epoch_once(project: Project, shared_clust
     project.write("names.txt", "".join(f"an{letter}a\n" for letter in "abcdefghijklmnopqrst"))
     config = project.write(
         "names.yaml",
-        "workload: petnames\nparams: {epochs: 2, samples: 0, names: names.txt}\ncluster: {ranks: 2}\n",
+        "workload: petnames\nparams: {epochs: 2, names: names.txt}\ncluster: {ranks: 2}\n",
     )
     done = project("train", config, "--cluster", shared_cluster, rc=0)
     shown = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"\bepoch \d/2", line)]

@@ -23,7 +23,7 @@ CRASH = """
 
 
 def test_cause_of_a_failed_attempt_is_named_after_the_next_one_succeeded(project: Project, shared_cluster: str) -> None:
-    config = project.function(CRASH, failure={"max_restarts": 1, "backoff_s": 0.1})
+    config = project.function(CRASH, failure={"max_restarts": 1})
     done = project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=0)
     (host,) = {rank["host"] for rank in project.record()["attempts"][0]["ranks"]}
     cause = f"attempt 1: rank 1 on {host} failed first: killed by SIGKILL"
@@ -72,7 +72,7 @@ def test_restart_uses_the_code_of_the_first_attempt(project: Project) -> None:
     config = {
         "workload": "work:train",
         "params": {"edited": str(project.folder / "edited")},
-        "failure": {"max_restarts": 1, "backoff_s": 0.1},
+        "failure": {"max_restarts": 1},
         "results": {"dir": str(project.folder / "runs")},
     }
     project.write("code/work.yaml", json.dumps(config))

@@ -21,7 +21,7 @@ TRAIN = """
                     time.sleep(0.02)
                 os._exit(3)
 """
-AGAIN = {"failure": {"max_restarts": 1, "backoff_s": 0.1}}
+AGAIN = {"failure": {"max_restarts": 1}}
 
 
 def warnings(project: Project) -> list[str]:

@@ -280,7 +280,7 @@ def test_script_restarts_as_often_as_max_restarts_says(project: Project, shared_
         if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
             raise RuntimeError("the same failure in each attempt")
     """
-    options = ("--set", "failure.max_restarts=3", "--set", "failure.backoff_s=0")
+    options = ("--set", "failure.max_restarts=3")
     assert _script(project, shared_cluster, code, *options).finish().rc == 0
     assert len(project.record()["attempts"]) == 3
 

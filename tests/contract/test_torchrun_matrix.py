@@ -928,7 +928,7 @@ def test_script_runs_as_under_torchrun(
         request.applymarker(pytest.mark.xfail(reason=DEFECTS[case.name], strict=True))
     _write(project, case)
     options = [f"--set=env.{name}={value}" for name, value in case.env.items()]
-    options += [f"--set=failure.max_restarts={case.max_restarts}", "--set=failure.backoff_s=0"]
+    options += [f"--set=failure.max_restarts={case.max_restarts}"]
     arguments = ["--", *case.args] if case.args else []
     running = project.start(
         "run", "--cluster", shared_cluster, "--ranks", str(case.ranks), *options, *case.script, *arguments

@@ -40,7 +40,7 @@ def backend() -> Iterator[Backend]:
 
 def config(project: Project, mode: str = "rank0", **params: object) -> str:
     wandb = {"mode": mode, "log_every": 1}
-    failure = {"max_restarts": 1, "backoff_s": 0}
+    failure = {"max_restarts": 1}
     return project.function(TRAIN, params=params, failure=failure, tracking={"wandb": wandb})
 
 

@@ -294,14 +294,13 @@ def test_cluster_with_tls_takes_only_those_who_have_its_certificate(clusters: Cl
     assert clusters.finish(clusters.start_run(address)).rc == 0  # the address of an own cluster is recognised
 
     write_tls(tmp_path)
-    other = {f"cluster.tls.{name}_file": str(tmp_path / pem) for name, pem in _PEM.items()}
-    wrong = [word for key, path in other.items() for word in ("--set", f"{key}={path}")]
+    wrong = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(tmp_path / pem) for name, pem in _PEM.items()}
     stranger = {"XDG_STATE_HOME": str(tmp_path / "stranger")}
-    for options in ([], wrong):
-        config = ["petnames", "--cluster", address, *options, "--set", "cluster.start_timeout_s=20"]
-        done = clusters.cli("train", *config, env=stranger)
+    for given in ({}, wrong):
+        config = ["petnames", "--cluster", address, "--set", "cluster.start_timeout_s=20"]
+        done = clusters.cli("train", *config, env={**stranger, **given})
         assert done.rc == 4, done
         assert "certificate" in done.stderr, done.stderr
 
 
-_PEM = {"ca": "cert.pem", "cert": "cert.pem", "key": "key.pem"}
+_PEM = {"CA_FILE": "cert.pem", "CLIENT__CERT": "cert.pem", "CLIENT__KEY": "key.pem"}

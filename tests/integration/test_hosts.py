@@ -135,10 +135,7 @@ class Cluster:
     def train(
         self, workload: str, run_id: str = "it", env: Mapping[str, str] | None = None, **failure: float
     ) -> Running:
-        pem = {
-            name: str(self.site / file) for name, file in zip(_TLS, ("cert.pem", "cert.pem", "key.pem"), strict=True)
-        }
-        cluster = {"address": self.address, "ranks": 4, **({"tls": pem} if self.tls else {})}
+        cluster = {"address": self.address, "ranks": 4}
         content = {
             "workload": f"work:{workload}",
             "cluster": cluster,
@@ -147,8 +144,9 @@ class Cluster:
         }
         config = self.site / f"{workload}.yaml"
         config.write_text(json.dumps({**content, "results": {"dir": str(self.home / "runs")}}))
+        tls = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(self.site / file) for name, file in _TLS.items() if self.tls}
         program = [*self.desk.enter(self.site), sys.executable, "-m", "ddptrain"]
-        return self.cli.start("train", config, "--run-id", run_id, program=program)
+        return self.cli.start("train", config, "--run-id", run_id, program=program, env=tls)
 
     def record(self, run_id: str = "it") -> dict[str, Any]:
         record: dict[str, Any] = json.loads((self.home / "runs" / run_id / "run.json").read_text())
@@ -163,7 +161,7 @@ class Cluster:
         return sorted(name for name in names if name.startswith(("ddptrain-rank-", "ddptrain-store")))
 
 
-_TLS = ("ca_file", "cert_file", "key_file")
+_TLS = {"CA_FILE": "cert.pem", "CLIENT__CERT": "cert.pem", "CLIENT__KEY": "key.pem"}
 
 
 @pytest.fixture

@@ -43,12 +43,12 @@ class Runs:
         self.folder = cli.folder / "runs"
         self.cli = cli
         feeding = {"loader_workers": 1, "requests": 1, "augmentation": "crop", "image_size": 16, "batch_size": 4}
-        training = {"architecture": "small_cnn", "epochs": 2, "base_lr": 0.01, "examples_every": 0, "examples_kept": 0}
+        training = {"architecture": "small_cnn", "epochs": 2, "base_lr": 0.01}
         config = {
             "workload": "images",
             "params": {"source": source, "source_options": options} | feeding | training,
             "cluster": {"address": cluster, "ranks": 2},
-            "failure": {"backoff_s": 0.1, "grace_s": 2.0},
+            "failure": {"grace_s": 2.0},
             "checkpoint": {"every_epochs": None, "every_steps": 4},
         }
         self.config = cli.folder / "pictures.yaml"

@@ -175,8 +175,10 @@ def test_worker_without_a_node_is_named_when_the_time_is_over(cluster: ClusterCl
 
 
 def test_scheduler_that_fails_is_named_with_its_last_words(cluster: ClusterCli) -> None:
-    failed = cluster.up("--set", "cluster.kubernetes.env={PYTHONHASHSEED: nonsense}", rc=4)
-    assert "it ended with exit code" in failed.stderr and "PYTHONHASHSEED must be" in failed.stderr
+    args = ["python", "-c", "import sys; sys.exit('no such module')"]
+    broken = {"containers": [{"name": "scheduler", "image": GOOD_IMAGE, "args": args}]}
+    failed = cluster.up("--set", f"cluster.kubernetes.pod={json.dumps(broken)}", rc=4)
+    assert "it ended with exit code" in failed.stderr and "no such module" in failed.stderr
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_refused_call_is_one_line_and_leaves_nothing(
 def test_start_that_ends_early_leaves_nothing_that_down_does_not_find(
     cluster: ClusterCli, kube: KubeServer, sent: signal.Signals
 ) -> None:
-    up = cluster.start_up("--set", "cluster.kubernetes.node_selector={pool: none}")
+    up = cluster.start_up("--set", "cluster.kubernetes.pod={nodeSelector: {pool: none}}")
     up.wait_for("the scheduler's pod: Unschedulable")
     if sent is signal.SIGKILL:
         up.kill_group()
@@ -219,10 +221,8 @@ def test_settings_are_in_the_pods_and_what_the_schema_does_not_know_is_refused(
         "workers": 2,
         "gpus_per_worker": 4,
         "resources": {"requests": {"memory": "8Gi"}},
-        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
-        "volume_mounts": [{"name": "data", "mountPath": "/data"}],
-        "node_selector": {"pool": "gpu"},
-        "pod": {"priorityClassName": "high"},
+        "volumes": [{"name": "data", "mountPath": "/data", "persistentVolumeClaim": {"claimName": "data"}}],
+        "pod": {"nodeSelector": {"pool": "gpu"}, "priorityClassName": "high"},
     }
     up = cluster.start_up("--set", f"cluster.kubernetes={json.dumps(settings)}")
     (job,) = wait_until(lambda: [job for job in kube.objects("jobs") if job["spec"].get("completions") == 2])

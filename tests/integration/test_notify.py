@@ -30,7 +30,7 @@ def test_secret_is_in_no_output_log_or_file(web: WebServer, check: CheckServer, 
     Path(tmp_path / "c.yaml").write_text(
         "workload: petnames\n"
         f'notify: {{urls: ["env:HOOK", "json://127.0.0.1:1/{SECRET}", "slack://{SECRET}", "tgram://123456789:{SECRET}/1"],'
-        f' heartbeat: "http://user:{SECRET}@127.0.0.1:1/{SECRET}", timeout_s: 3}}\n'
+        f' heartbeat: "http://user:{SECRET}@127.0.0.1:1/{SECRET}"}}\n'
     )
     web.statuses = [401]
     environment = {

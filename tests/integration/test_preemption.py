@@ -70,7 +70,7 @@ class Trainer:
             "params": params,
             "cluster": {"ranks": ranks, **self.cluster},
             "checkpoint": {"metric": None, "every_epochs": None, "every_steps": every_steps},
-            "failure": {"backoff_s": 0.1, "grace_s": 30.0, **dict(failure)},
+            "failure": {"grace_s": 30.0, **dict(failure)},
         }
         path.write_text(json.dumps(content))
         return path
@@ -180,7 +180,7 @@ def two_workers(up_cluster: DaskCluster) -> DaskCluster:
 
 
 def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: DaskCluster) -> None:
-    settings = {"ranks": {"min": 1, "max": 2}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
+    settings = {"ranks": {"min": 1, "max": 2}, "every_steps": 2, "failure": {"max_losses": 1, "lost_after_s": 10.0}}
     running = trainer.start("--run-id", "fewer", "--cluster", two_workers.address, **settings)
     running.wait_for("under way")
     two_workers.processes[-1].kill()

@@ -93,7 +93,7 @@ class Trainer:
 
     def config(self, max_restarts: int = 0, **params: object) -> Path:
         path = self.cli.folder / "steps.yaml"
-        failure = {"max_restarts": max_restarts, "backoff_s": 0.1, "grace_s": 2.0}
+        failure = {"max_restarts": max_restarts, "grace_s": 2.0}
         content = {"workload": "work:steps", "params": params, "cluster": self.cluster, "failure": failure}
         path.write_text(json.dumps({**content, "checkpoint": {"metric": None}}))
         return path

@@ -128,7 +128,7 @@ def test_data_that_look_wrong_are_not_trained(project: Path, run_cli: Cli) -> No
     done = run_cli("retrain", config)
     assert done.rc == 2
     assert done.stdout.splitlines()[-1] == (
-        "retrain mine failed: the training data have shrunk from 5 to 1 files, by more than data.max_shrink 0.5; "
+        "retrain mine failed: the training data have shrunk from 5 to 1 files, to less than half; "
         "nothing was trained. If the data are right, add --force"
     )
     assert len(runs(run_cli)) == 1

@@ -45,7 +45,12 @@ def up(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
 
 def test_cluster_is_a_job_that_trains_and_is_cancelled(run_cli: Cli, site: Slurm, tmp_path: Path) -> None:
     settings = ["--set", "cluster.slurm.nodes=2", "--set", "cluster.slurm.ranks_per_node=1"]
-    settings += ["--set", "cluster.slurm.env={MY_VALUE: there}", "--set", f"cluster.slurm.folder={tmp_path / 'shared'}"]
+    settings += [
+        "--set",
+        "cluster.slurm.setup=[export MY_VALUE=there]",
+        "--set",
+        f"cluster.slurm.folder={tmp_path / 'shared'}",
+    ]
     said = up(run_cli, site, *settings)
     assert "the scheduler and 2 workers" in said.stderr
     told = json.loads(said.stdout)

@@ -64,7 +64,7 @@ def test_cluster_on_two_hosts_trains_and_leaves_nothing(run_cli: Cli, hosts: Ssh
     """All in one, for each worker takes seconds to start."""
     config = run_cli.folder / "ssh_config"
     config.write_text(hosts.config.read_text())
-    more = ["--set", "cluster.ssh.ranks_per_host=2", "--set", "cluster.ssh.env={MY_VALUE: there}"]
+    more = ["--set", "cluster.ssh.ranks_per_host=2"]
     more += ["--set", f"cluster.ssh.options=[-F, {config}]"]
     up = view(run_cli, "up", "--name", "dev", *hosts.settings, *more)
     assert up["address"].startswith("tls://127.0.0.1:") and up["slots"] == 4
@@ -74,7 +74,9 @@ def test_cluster_on_two_hosts_trains_and_leaves_nothing(run_cli: Cli, hosts: Ssh
 
     process_without_the_certificate_runs_nothing(up, marker)
     (run_cli.folder / "work.py").write_text(WORKLOAD)
-    (run_cli.folder / "tell.yaml").write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
+    (run_cli.folder / "tell.yaml").write_text(
+        json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}, "env": {"MY_VALUE": "there"}})
+    )
     trained = run_cli("train", "tell.yaml")
     assert trained.rc == 0, trained.stderr
     for rank in range(4):
@@ -122,7 +124,9 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
         assert up.rc == 0, up.stderr
         assert f"tls://{one.address}:" in up.stdout
         (tmp_path / "work.py").write_text(WORKLOAD)
-        (tmp_path / "tell.yaml").write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
+        (tmp_path / "tell.yaml").write_text(
+            json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}, "env": {"MY_VALUE": "there"}})
+        )
         trained = run_cli("train", "tell.yaml", program=command)
         assert trained.rc == 0, trained.stderr
         for rank in range(4):

@@ -141,7 +141,7 @@ def test_trackers_good_and_bad_follow_a_run_that_fails_and_goes_on(
         {"tensorboard": {"mode": "process"}, "other": trackers},
         params={"fail_at": 8},
         checkpoint={"metric": None, "every_epochs": None, "every_steps": 4},
-        failure={"max_restarts": 1, "backoff_s": 0.0, "grace_s": 40.0, "hang_timeout_s": 4.0},  # less than Hanger has
+        failure={"max_restarts": 1, "grace_s": 40.0, "hang_timeout_s": 4.0},  # less than Hanger has
     )
     done = run_cli("train", config, "--run-id", "r", program=run_cli.program(APART), timeout_s=100)
     assert done.rc == 0, done.stderr

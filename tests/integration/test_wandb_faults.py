@@ -43,7 +43,9 @@ def warnings_of(ended: Finished, rank: int) -> list[str]:
 @pytest.mark.slow
 def test_server_that_refuses_breaks_or_hangs_at_the_start(backend: Backend, training: Training) -> None:
     backend.faults = {"rank_0": "unauthorized", "rank_1": "broken", "rank_2": "hang"}
-    ended = training.train(backend.environment, ranks=3, mode="process", init_timeout_s=3, finish_timeout_s=3 + START_S)
+    ended = training.train(
+        {**backend.environment, "WANDB_INIT_TIMEOUT": "3"}, ranks=3, mode="process", finish_timeout_s=3 + START_S
+    )
     ended_at = time.time()
     training.assert_unharmed(ended, ranks=3)
     assert training.s_beyond_training(ended_at) < 3 + START_S + MARGIN_S
@@ -92,7 +94,7 @@ def test_server_that_dies_holds_the_end_up_for_35_s_at_most(backend: Backend, tr
 @pytest.mark.long  # what becomes of an init that fails is shown above
 def test_server_without_an_address(training: Training) -> None:
     env = {"WANDB_BASE_URL": "http://nowhere.invalid", "WANDB_API_KEY": API_KEY, "WANDB_ERROR_REPORTING": "false"}
-    ended = training.train(env, ranks=1, init_timeout_s=3, finish_timeout_s=3 + START_S)
+    ended = training.train({**env, "WANDB_INIT_TIMEOUT": "3"}, ranks=1, finish_timeout_s=3 + START_S)
     ended_at = time.time()
     training.assert_unharmed(ended, ranks=1)
     assert training.s_beyond_training(ended_at) < 3 + START_S + MARGIN_S

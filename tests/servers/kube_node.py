@@ -89,7 +89,9 @@ class Node:
         meta = job["metadata"]
         reference = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
         template = json.loads(json.dumps(job["spec"]["template"]))
-        template["spec"]["containers"][0]["env"].append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})
+        template["spec"]["containers"][0].setdefault("env", []).append(
+            {"name": "JOB_COMPLETION_INDEX", "value": str(index)}
+        )
         labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": str(index)}
         pod = {
             "apiVersion": "v1",

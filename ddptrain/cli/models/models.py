@@ -70,7 +70,7 @@ def list_(json: JsonOption = False) -> None:
         created, metrics = (_time(champion.created_at), _metrics(champion)) if champion else ("-", _NO_METRICS)
         others = [f"{alias} {version}" for alias, version in sorted(state.aliases.items()) if alias != "champion"]
         table.append((state.model, str(number or "-"), created, metrics, ", ".join(others)))
-        known = {"model": state.model, "aliases": dict(state.aliases), "pinned": list(state.pinned)}
+        known = {"model": state.model, "aliases": dict(state.aliases)}
         data.append({**known, "champion": champion.as_dict() if champion else None})
     if data or json:
         print_result(data, [clean_table(table)], as_json=json)
@@ -104,7 +104,6 @@ def show(
     where = f"{registry.where}/{record.model}/versions/{record.version}"
     about = [
         ("aliases", ", ".join(state.aliases_of(record.version))),
-        ("pinned", "yes" if record.version in state.pinned else ""),
         ("rejected", rejected.get(record.version, "")),
         ("created", _time(record.created_at)),
         ("run", record.run_id),
@@ -153,8 +152,7 @@ def promote(
         number = int(version)
     else:
         from ddptrain.model_registry.add_run import add_run
-        from ddptrain.results.remote.runs import open_runs_dir, split_run
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
 
         place, name = split_run(version, PLACES.runs)
         view = open_runs_dir(place).find(name, NeededFiles.MODEL, checkpoint=checkpoint)
@@ -209,7 +207,7 @@ def remove(
     reason: Reason = "",
     json: JsonOption = False,
 ) -> None:
-    """Delete a version that is not pinned and has no alias."""
+    """Delete a version that has no alias."""
     registry = _registry()
     _report(registry, model, registry.remove(model, version, reason), "", as_json=json)
 
@@ -270,8 +268,7 @@ def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[
         return open_version(registry, record), about
     from ddptrain.results.layout import LATEST
     from ddptrain.results.lookup import newest_trained
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
 
     place, name = split_run(source, PLACES.runs)
     runs = open_runs_dir(place)
@@ -303,7 +300,7 @@ def _report(registry: ModelRegistry, model: str, change: Change | None, unchange
 
 
 def _row(record: VersionRecord, state: ModelState) -> tuple[str, ...]:
-    aliases = ", ".join([*state.aliases_of(record.version), *(["pinned"] if record.version in state.pinned else [])])
+    aliases = ", ".join(state.aliases_of(record.version))
     version, created = str(record.version), _time(record.created_at)
     return version, aliases or "-", created, record.run_id, str(record.step), _metrics(record)
 
@@ -318,5 +315,5 @@ def _time(text: str) -> str:
 
 def _as_dict(record: VersionRecord, state: ModelState, rejected: Mapping[int, str]) -> dict[str, Any]:
     number = record.version
-    about = {"aliases": state.aliases_of(number), "pinned": number in state.pinned, "rejected": rejected.get(number)}
+    about = {"aliases": state.aliases_of(number), "rejected": rejected.get(number)}
     return {**record.as_dict(), **about}

@@ -11,8 +11,8 @@ from ddptrain.cli.options import PLACES
 
 if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
-    from ddptrain.results.remote.runs import RunsDir as Runs
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
+    from ddptrain.results.runs import RunsDir as Runs
 
 RunNames = Annotated[
     list[str],
@@ -34,7 +34,7 @@ Run = Annotated[
 
 def place_of(run: str) -> tuple[Runs, str]:
     """Return the runs folder to search, and the name of the run."""
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.runs import open_runs_dir, split_run
 
     place, name = split_run(run, PLACES.runs)
     return open_runs_dir(place), name

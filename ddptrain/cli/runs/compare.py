@@ -51,7 +51,7 @@ def compare(
     Differences of values are to the first run. Tables show only what differs.
     """
     from ddptrain.results.compare import compare_runs, comparison_text
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.plot import save_picture, terminal_charts
 
     if len(runs) == 1:
@@ -77,7 +77,7 @@ def compare(
 
 def _draw(run: str, metrics: Sequence[str], picture: Path | None, *, as_json: bool) -> None:
     """Draw the curves of one run, in the terminal and as a picture."""
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.curves import plot_data, plot_of
     from ddptrain.results.show.plot import save_picture, terminal_charts
 

@@ -97,8 +97,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
 
     Raises UsageError, StoreError.
     """
-    from ddptrain.results.remote.runs import open_runs_dir
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles, open_runs_dir
     from ddptrain.results.selection import cells, header
     from ddptrain.results.show.render import run_table
     from ddptrain.results.sweep_record import list_sweeps as find_sweeps

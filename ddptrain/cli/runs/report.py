@@ -65,7 +65,7 @@ def report(
 
 def _newest(runs_dir: str) -> str:
     """Return the newest run or sweep. Raises RunNotFound."""
-    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.results.runs import open_runs_dir
     from ddptrain.results.sweep_record import list_sweeps
 
     sweep = next((found.record for found in list_sweeps(runs_dir)), None)

@@ -28,7 +28,7 @@ def send_test(
             metavar="CONFIG", autocompletion=complete.configurations, help="YAML file with a section notify."
         ),
     ],
-    overrides: Annotated[list[str] | None, set_option("notify.timeout_s=5")] = None,
+    overrides: Annotated[list[str] | None, set_option("notify.heartbeat=null")] = None,
     json: JsonOption = False,
 ) -> int:
     """Send a test message to every URL of notify.urls, and a /log to the heartbeat.
@@ -39,16 +39,19 @@ def send_test(
     from ddptrain.host_identity import this_host
     from ddptrain.notify.heartbeat import Heartbeat
     from ddptrain.notify.sender import Delivery, Message, code, send
+    from ddptrain.optional_packages import require
 
     resolved = checked(partial(load_config, config), overrides or [], {})
     settings = resolved.config.notify
     if not settings.urls and not settings.heartbeat:
         raise UsageError(f"{config} has neither notify.urls nor notify.heartbeat: there is nothing to test")
+    if settings.urls:
+        require("apprise", "notify", "leave out notify.urls")
     body = f"ddptrain can send messages from {code(this_host().name)}. The configuration is {code(str(resolved.path))}."
     message = Message("Test message of ddptrain", body)
-    deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, retries=0, secrets=resolved.secrets)
+    deliveries = send(message, settings.urls, retries=0, secrets=resolved.secrets)
     if settings.heartbeat:
-        heartbeat = Heartbeat(settings.heartbeat, timeout_s=settings.timeout_s, secrets=resolved.secrets)
+        heartbeat = Heartbeat(settings.heartbeat, secrets=resolved.secrets)
         heartbeat.log(message.body)
         deliveries.append(Delivery(heartbeat.target, "; ".join(heartbeat.problems)))
     data = [{"target": each.target, "delivered": each.delivered, "problem": each.problem} for each in deliveries]

@@ -45,14 +45,14 @@ def prune(
     """Delete old runs.
 
     These always stay: runs that are running, or may be; the run that --resume auto would continue; runs of model
-    versions that have an alias (champion, previous, ...) or are pinned; runs of other users. Can be repeated, for
+    versions that have an alias (champion, previous, ...); runs of other users. Can be repeated, for
     example by cron: it also finishes what a killed prune has left. The exit code is 4 if a run could not be deleted.
     """
     from ddptrain.config.sections.retraining import duration_s
     from ddptrain.model_registry.model_reader import ModelReader
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs
-    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.results.runs import open_runs_dir
     from ddptrain.retrain.clean_up import protected_runs
 
     policy = PrunePolicy(

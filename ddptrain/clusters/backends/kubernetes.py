@@ -34,6 +34,7 @@ _PORT = 8786
 _OWNER = "ddptrain-owner"  # the label that finds all objects of a cluster; its value is random
 _ROLE = "ddptrain-role"
 _FOLDER = "/run/ddptrain"
+_OF_A_MOUNT = ("mountPath", "subPath", "subPathExpr", "readOnly", "mountPropagation")
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # a mount point in the pod
 _FORWARD = "port-forward"
 _GRACE_S = 10  # for the pods to end
@@ -354,8 +355,9 @@ def _worker(cluster: ClusterRecord, settings: KubernetesSettings) -> dict[str, A
     resources = {kind: dict(values) for kind, values in settings.resources.items()}
     if gpus:
         resources["limits"] = {"nvidia.com/gpu": gpus, **resources.get("limits", {})}
-    mounts = [{"name": "tls", "mountPath": _FOLDER}, *settings.volume_mounts]
-    if all(mount.get("mountPath") != _SHARED_MEMORY for mount in settings.volume_mounts):
+    given = [{key: each[key] for key in each if key == "name" or key in _OF_A_MOUNT} for each in settings.volumes]
+    mounts = [{"name": "tls", "mountPath": _FOLDER}, *given]
+    if all(mount.get("mountPath") != _SHARED_MEMORY for mount in given):
         mounts.append({"name": "shm", "mountPath": _SHARED_MEMORY})
     quantities = {kind: {key: str(value) for key, value in values.items()} for kind, values in resources.items()}
     return {"args": ["python", "-P", *arguments], "resources": quantities, "volumeMounts": mounts}
@@ -364,19 +366,18 @@ def _worker(cluster: ClusterRecord, settings: KubernetesSettings) -> dict[str, A
 def _pod(cluster: ClusterRecord, labels: Mapping[str, str], role: str, container: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template of a pod; `cluster.kubernetes.pod` has precedence over what is written here."""
     settings = _settings(cluster)
-    env = [{"name": key, "value": value} for key, value in settings.env.items()]
     # The user that the image runs as must be able to read the secret.
     volumes: list[Any] = [{"name": "tls", "secret": {"secretName": f"{cluster.name}-tls", "defaultMode": 0o444}}]
     if role == "scheduler":
         volumes.append({"name": "ddptrain", "emptyDir": {}})
     else:
         # 64 MB otherwise, which is too little for NCCL and for DataLoader's workers.
-        volumes += [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *settings.volumes]
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        volumes += [{key: each[key] for key in each if key not in _OF_A_MOUNT} for each in settings.volumes]
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_S,
-        "nodeSelector": settings.node_selector,
-        "containers": [{"name": role, "image": settings.image, "env": env, **container}],
+        "containers": [{"name": role, "image": settings.image, **container}],
         "volumes": volumes,
         **settings.pod,
     }

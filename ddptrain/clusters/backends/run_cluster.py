@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 
 from ddptrain.clusters import lifecycle, resolve
 from ddptrain.clusters.provider import Cluster, Tell
@@ -25,15 +24,13 @@ class AttachedCluster(Cluster):
     def description(self) -> str:
         """What it is, for messages."""
         config = self.config
-        return f"the cluster {config.name}" if config.name else str(config.address or config.scheduler_file)
+        return f"the cluster {config.name}" if config.name else str(config.address)
 
     def connect(self) -> Target:
         """Return the address to connect to; the caller checks that a scheduler answers. Raises ClusterError."""
         if self.config.name is not None:
             return resolve.by_name(self.config.name)
-        if self.config.address is not None:
-            return resolve.by_address(self.config.address, self.config.tls)
-        return resolve.by_scheduler_file(Path(str(self.config.scheduler_file)).expanduser(), self.config.tls)
+        return resolve.by_address(str(self.config.address))
 
     def last_words(self) -> str:
         """Return the last log lines of the workers of the user's own cluster; empty for other clusters."""

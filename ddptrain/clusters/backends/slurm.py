@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import secrets
 import shlex
@@ -77,7 +76,7 @@ class SlurmBackend(Backend):
         yield part
         path = folder / "job.sh"
         write_private(path, script(cluster, part.id, nodes, None if each == "auto" else each).encode())
-        answer = _call("sbatch", "--parsable", str(path), env=settings.env)
+        answer = _call("sbatch", "--parsable", str(path))
         job = answer.strip().splitlines()[-1].partition(";")[0]
         tell(f"job {job}: the scheduler and {f'{nodes} workers' if nodes > 1 else 'a worker'}")
         yield part.model_copy(update={"id": f"{part.id} {job}"})
@@ -150,14 +149,11 @@ def _listed(cluster: ClusterRecord) -> list[Job]:
     return [Job(*(cell.strip() for cell in row)) for row in rows]
 
 
-def _call(
-    program: str, *arguments: str, passes: re.Pattern[str] | None = None, env: Mapping[str, str] | None = None
-) -> str:
+def _call(program: str, *arguments: str, passes: re.Pattern[str] | None = None) -> str:
     """Return the output of a Slurm command. Raises ClusterError with its last line on failure, unless it `passes`."""
     try:
         done = subprocess.run(
             [program, *arguments],
-            env={**os.environ, **(env or {})},
             capture_output=True,
             text=True,
             timeout=_COMMAND_S,

@@ -179,7 +179,7 @@ def _planned(cluster: ClusterRecord, role: str, host: Host) -> Part:
 
 def _started(cluster: ClusterRecord, part: Part, host: Host, arguments: list[str]) -> Part:
     files = {file: (cluster.folder / file).read_text() for file in (CERT_FILE, KEY_FILE)}
-    order = DaemonOrder(part.role, part.id, [PYTHON, "-P", *arguments], files, _settings(cluster).env)
+    order = DaemonOrder(part.role, part.id, [PYTHON, "-P", *arguments], files)
     daemon = DaemonId.of(host.call("start", **dataclasses.asdict(order)))
     return part.model_copy(update={"process": daemon})
 

@@ -17,7 +17,6 @@ from ddptrain.config.types import (
     Seconds,
     Strict,
     SystemText,
-    VariableName,
     wrong_field,
 )
 from ddptrain.config.wording import describe_value, did_you_mean
@@ -30,14 +29,6 @@ def _no_option(host: str) -> str:
 
 
 SshTarget = Annotated[Line, AfterValidator(_no_option)]
-
-
-class TlsSettings(Strict):
-    """The certificate for a foreign cluster."""
-
-    ca_file: FilledText = Field(description="PEM file of the authority that signed the scheduler's certificate.")
-    cert_file: FilledText = Field(description="PEM file of the certificate to show.")
-    key_file: FilledText = Field(description="PEM file of that certificate's key.")
 
 
 class SshSettings(Strict):
@@ -53,9 +44,6 @@ class SshSettings(Strict):
     options: list[SystemText] = Field(default_factory=list, description="More arguments for ssh, as [-o, Port=2222].")
     scheduler_host: Line | None = Field(
         default=None, description="Address by which the other hosts reach the first one; by default ssh's HostName."
-    )
-    env: dict[VariableName, SystemText] = Field(
-        default_factory=dict, description="Environment variables of the processes there, as text.", repr=False
     )
 
 
@@ -78,9 +66,6 @@ class SlurmSettings(Strict):
     folder: FilledText | None = Field(
         default=None, description="Folder for the job's files, on a file system shared with the nodes."
     )
-    env: dict[VariableName, SystemText] = Field(
-        default_factory=dict, description="Environment variables of the job, as text.", repr=False
-    )
 
 
 class KubernetesSettings(Strict):
@@ -95,17 +80,14 @@ class KubernetesSettings(Strict):
     resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
         default_factory=dict, description="Of a worker's container, as {requests: {memory: 32Gi}}."
     )
-    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels of the nodes to run on.")
-    env: dict[VariableName, SystemText] = Field(
-        default_factory=dict, description="Environment variables of the containers, as text.", repr=False
-    )
-    volumes: list[dict[str, Any]] = Field(default_factory=list, description="Volumes of the worker pods.")
-    volume_mounts: list[dict[str, Any]] = Field(
-        default_factory=list, description="Where the volumes are mounted, as {name: data, mountPath: /data}."
+    volumes: list[dict[str, Any]] = Field(
+        default_factory=list,
+        description="Volumes of the worker pods, and where they are mounted, as "
+        "{name: data, mountPath: /data, persistentVolumeClaim: {claimName: data}}.",
     )
     pod: dict[str, Any] = Field(
         default_factory=dict,
-        description="More of the pods' spec, as {tolerations: [...], priorityClassName: high, serviceAccountName: ml}.",
+        description="More of the pods' spec, as {nodeSelector: {...}, tolerations: [...], serviceAccountName: ml}.",
     )
 
 
@@ -156,13 +138,8 @@ class ClusterConfig(Strict):
     )
     address: SchedulerAddress | None = Field(
         default=None,
-        description="The scheduler of a cluster that is up, as tcp://host:8786; for backend address only.",
-    )
-    scheduler_file: FilledText | None = Field(
-        default=None, description="The file that `dask scheduler --scheduler-file` wrote; for backend address only."
-    )
-    tls: TlsSettings | None = Field(
-        default=None, description="Certificate for the cluster of backend address; by default Dask's own configuration."
+        description="The scheduler of a cluster that is up, as tcp://host:8786, or the file that `dask scheduler "
+        "--scheduler-file` wrote, as ./scheduler.json; for backend address only.",
     )
     ranks: _AnyRanks = Field(
         default="auto",
@@ -186,9 +163,10 @@ class ClusterConfig(Strict):
         description="For backend class: any distributed.deploy.Cluster, as package.Cluster.",
     )
     kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="For backends class and saturn: the arguments of the class."
+        default_factory=dict,
+        description="For backends class and saturn: the arguments of the class; for a backend of another package its "
+        "settings.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="For a backend of another package.")
 
     @property
     def slots(self) -> int | None:
@@ -230,19 +208,14 @@ class ClusterConfig(Strict):
 
     @model_validator(mode="after")
     def _address_goes_with_its_backend(self) -> Self:
-        given = {"address": self.address, "scheduler_file": self.scheduler_file, "tls": self.tls}
-        if self.backend != "address":
-            for field, value in given.items():
-                if value is not None:
-                    raise _misplaced(field, self.backend, "address")
-        elif self.address is None and self.scheduler_file is None:
+        if self.address is not None and self.backend != "address":
+            raise _misplaced("address", self.backend, "address")
+        if self.address is None and self.backend == "address":
             raise wrong_field(
                 "address",
                 "is required, as cluster.backend is address",
-                "give the scheduler's address, as tcp://host:8786, or a scheduler_file",
+                "give the scheduler's address, as tcp://host:8786, or its file, as ./scheduler.json",
             )
-        elif self.address is not None and self.scheduler_file is not None:
-            raise wrong_field("scheduler_file", "is given, and so is cluster.address", "leave one of them out")
         return self
 
     @model_validator(mode="after")
@@ -257,19 +230,15 @@ class ClusterConfig(Strict):
             raise _misplaced("class", self.backend, "class")
         if self.backend == "class" and self.class_ is None:
             raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
-        if self.kwargs and self.backend not in ("class", *_CLASSES):
+        if self.kwargs and self.backend in plugin_names.BACKENDS and self.backend not in ("class", *_CLASSES):
             raise _misplaced("kwargs", self.backend, "class")
-        if self.options and self.backend in plugin_names.BACKENDS:
-            raise wrong_field(
-                "options", f"is given, but cluster.backend is {self.backend}", "it is for other packages' backends"
-            )
         return self
 
 
 # The backends that have a section of their own.
 _SECTIONS = tuple(name for name in plugin_names.BACKENDS if name in ClusterConfig.model_fields and name != "address")
 # Field -> the backend that follows from it.
-_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
+_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")}
 BACKEND_FIELDS = tuple(_IMPLIED)
 
 

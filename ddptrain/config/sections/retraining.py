@@ -63,16 +63,6 @@ class GateRule(Strict):
         return self
 
 
-class KeepConfig(Strict):
-    """What the cleanup after a retraining keeps. Versions with an alias, pinned ones and their runs always stay."""
-
-    versions: int = Field(default=10, ge=2, description="The newest versions of the model.")
-    runs: int = Field(default=20, ge=1, description="The newest runs of this name that succeeded.")
-    failed_runs: int = Field(
-        default=5, ge=0, description="The newest runs of this name that failed, were preempted or cancelled."
-    )
-
-
 class RetrainConfig(Strict):
     """Unattended retraining of a model of the registry."""
 
@@ -92,10 +82,6 @@ class RetrainConfig(Strict):
         description="What to do if data, params and code are those of the current version. Default: skip; train if "
         "the data cannot be seen, because the workload is a function or a script and data.sources is empty.",
     )
-    max_age: Positive | None = Field(
-        default=None,
-        description='Age of the current version from which on training runs anyway, as "30d"; null for never.',
-    )
     deadline: Positive | None = Field(
         default=None,
         description='Time that one start may take, with all restarts, as "6h"; then it saves and ends, and the next '
@@ -108,7 +94,12 @@ class RetrainConfig(Strict):
             "at least as good as the champion in checkpoint.metric.",
         )
     )
-    keep: KeepConfig = Field(default=KeepConfig(), description="What the cleanup keeps.")
+    keep: int = Field(
+        default=10,
+        ge=2,
+        description="The newest versions of the model that the cleanup keeps, with twice as many runs of this name "
+        "that succeeded and half as many others. Versions with an alias and their runs always stay.",
+    )
 
 
 class DataConfig(Strict):
@@ -118,13 +109,6 @@ class DataConfig(Strict):
         default_factory=list,
         description="Files, folders or URLs (s3://bucket/folder) that a function or a script reads; built-in workloads "
         "name theirs in params.",
-    )
-    max_shrink: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Largest share by which the data may have shrunk since the current version; otherwise nothing is "
-        "trained.",
     )
 
 
@@ -173,9 +157,6 @@ class NotifyConfig(Strict):
         default=None,
         description="URL of a check at healthchecks.io or a server like it; env:NAME takes it from a variable.",
         repr=False,
-    )
-    timeout_s: Seconds = Field(
-        default=20.0, gt=0, description="Seconds that the servers may take for all messages together."
     )
 
     @property

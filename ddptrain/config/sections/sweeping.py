@@ -174,7 +174,6 @@ class SweepConfig(Strict):
         le=_MOST_SEEDS,
         description="Repeats of each point with params.seed + 0, 1, ...; their mean is compared.",
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="Seed of the choice of points.")
 
     @property
     def searcher(self) -> str:

@@ -72,10 +72,9 @@ class WandbSettings(Strict):
     )
     project: FilledText | None = Field(default=None, description="The project; by default the run's name.")
     entity: FilledText | None = Field(default=None, description="User or team; by default that of the key.")
-    name: FilledText | None = Field(default=None, description="The run's name there; by default its run id.")
     tags: list[FilledText] = Field(default_factory=list, description="Tags of the run.")
     group: FilledText | None = Field(
-        default=None, description="Group of the runs of mode process; by default the run id."
+        default=None, description="Group of the run; by default the run id in mode process, and the id of a sweep."
     )
     log_every: int = Field(default=10, ge=1, description="Steps between two rows of numbers.")
     watch: Annotated[Literal["off", "gradients", "parameters", "all"], BeforeValidator(_watched)] = Field(
@@ -84,9 +83,6 @@ class WandbSettings(Strict):
         json_schema_extra={"enum": ["off", "gradients", "parameters", "all", True, False]},
     )
     checkpoints: bool = Field(default=False, description="Whether checkpoints are logged as artifacts.")
-    init_timeout_s: Seconds = Field(
-        default=20.0, gt=0, description="Seconds to wait for the server at the start, before recording offline."
-    )
     finish_timeout_s: Seconds = Field(default=_FINISH_TIMEOUT_S, gt=0, description=_FINISH_TIMEOUT)
 
 

@@ -21,8 +21,8 @@ from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, is_sweep, load_run
-from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from ddptrain.results.layout import ARTIFACTS as ARTIFACTS_FOLDER
 from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.recorded_config import config_of
-from ddptrain.results.remote import runs
+from ddptrain.results.remote.checkpoints import download_checkpoints
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
@@ -353,7 +353,7 @@ class _StoredRun:
         if _sends_tables(settings) and (tables := self._store.files(f"{ARTIFACTS_FOLDER}/tables")):
             self._fetch(filter(is_plain, [*tables, *self._store.files(f"{ARTIFACTS_FOLDER}/images")]), deadline)
         if _sends_checkpoints(settings):
-            runs.download_checkpoints(self._store, root)
+            download_checkpoints(self._store, root)
 
     def _fetch(self, paths: Iterable[str], deadline: float) -> None:
         for path in paths:

@@ -18,8 +18,7 @@ from ddptrain.reports.html.run_card import MOST_RUNS, RunCard, read_card
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import finite_number
-from ddptrain.results.remote.runs import open_runs_dir, split_run
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs

@@ -3,23 +3,56 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NotRequired
+
+from annotated_types import MinLen, Predicate
+from pydantic import ConfigDict, FiniteFloat, NonNegativeInt, TypeAdapter
+from typing_extensions import TypedDict
 
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged, ResultsError
 from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
-from ddptrain.results.metrics import finite_number
 from ddptrain.results.secure_files import read_bytes
 
 # The file is missing, or is another kind of file. Other errors (EIO, ESTALE) say nothing about the checkpoint.
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EFBIG)
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # a minute
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a file of a checkpoint may have this name: no folder, no control character, not the manifest."""
+    return name == Path(name).name and name not in ("", "..", MANIFEST) and "\\" not in name and name.isprintable()
+
+
+class ManifestFile(TypedDict):
+    """A file of a checkpoint in its manifest."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    name: Annotated[str, Predicate(is_plain_name)]
+    size_bytes: NonNegativeInt
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """The content of checkpoint.json; fields of newer versions are kept."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    step: NonNegativeInt
+    epoch: FiniteFloat | None
+    world_size: NonNegativeInt
+    metrics: dict[str, FiniteFloat | None]
+    files: Annotated[list[ManifestFile], MinLen(1)]
+    finite: NotRequired[bool]
+    stored_as: NotRequired[
+        dict[str, Annotated[str, Predicate(is_plain_name)]]
+    ]  # in a store: the names of the objects that differ from the names of the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +97,7 @@ def read_manifest(folder: Path) -> VerifiedCheckpoint:
         world_size=manifest["world_size"],
         metrics=metrics_in(manifest),
         files=(*(file["name"] for file in manifest["files"]), MANIFEST),
-        finite=manifest.get("finite") is not False,
+        finite=manifest.get("finite", True),
     )
 
 
@@ -114,36 +147,28 @@ def _verify_patiently(folder: Path, warn: Callable[[str], None]) -> VerifiedChec
     return verify(folder)
 
 
-def parse_manifest(data: bytes) -> dict[str, Any] | None:
+def parse_manifest(data: bytes) -> Manifest | None:
     """Parse a manifest.
 
     Returns None for other data, for a field that is missing or of another type, and for a file name that would lead
     out of the checkpoint's folder.
     """
-    try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return manifest if isinstance(manifest, dict) and _is_complete(manifest) else None
+    with suppress(ValueError):
+        return _adapter().validate_json(data, strict=True)
+    return None
 
 
-def metrics_in(manifest: dict[str, Any]) -> dict[str, float]:
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+def metrics_in(manifest: Manifest) -> dict[str, float]:
     """Return the metrics of a parsed manifest; a value that was not finite is null there, and NaN here."""
-    return {
-        name: math.nan if value is None else value
-        for name, value in manifest["metrics"].items()
-        if value is None or finite_number(value) is not None
-    }
+    return {name: math.nan if value is None else value for name, value in manifest["metrics"].items()}
 
 
-def is_plain_name(name: object) -> bool:
-    """Return whether a file of a checkpoint may have this name: no folder, no control character, not the manifest."""
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..", MANIFEST):
-        return False
-    return "\\" not in name and name.isprintable()
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         manifest = parse_manifest(read_bytes(path))
@@ -159,30 +184,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _unreadable(path: Path, error: OSError) -> ResultsError:
     kind = CheckpointDamaged if error.errno in _DAMAGED else ResultsError
     return kind(f"cannot read {path}: {error.strerror}")
-
-
-def _is_complete(manifest: dict[str, Any]) -> bool:
-    if "epoch" not in manifest or not isinstance(manifest.get("metrics"), dict):
-        return False
-    if manifest["epoch"] is not None and finite_number(manifest["epoch"]) is None:
-        return False
-    if not (_is_count(manifest.get("step")) and _is_count(manifest.get("world_size"))):
-        return False
-    files = manifest.get("files")
-    return isinstance(files, list) and bool(files) and all(map(_is_file, files))
-
-
-def _is_file(file: object) -> bool:
-    return (
-        isinstance(file, dict)
-        and is_plain_name(file.get("name"))
-        and _is_count(file.get("size_bytes"))
-        and isinstance(file.get("sha256"), str)
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _compare(path: Path, size_bytes: int, sha256: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
+from ddptrain.optional_packages import require
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.run_record import BestRecord
 from ddptrain.results.secure_files import write_file
@@ -166,11 +167,12 @@ def save_picture(plot: Plot, out: Path, best: BestRecord | None = None, *, optio
 
     `option` is the option of the command line that names the file, for messages.
 
-    Raises UsageError if the file can't be written, or its extension is not one of FORMATS.
+    Raises UsageError if matplotlib is missing, the file can't be written, or its extension is not one of FORMATS.
     """
     kind = out.suffix.lower().removeprefix(".") or "png"
     if kind not in FORMATS:
         raise UsageError(f"cannot draw a .{kind} file; give {option} a name that ends in .{', .'.join(FORMATS)}")
+    require("matplotlib", "plot", f"leave out {option}")
     # pyplot would keep figures alive and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

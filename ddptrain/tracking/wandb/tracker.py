@@ -397,7 +397,7 @@ class RankRun:
         self.folder = facts.folder / "wandb"
         self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
         self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
-        self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
+        self._init_timeout_s = float(environ.get("WANDB_INIT_TIMEOUT") or 20.0)
         self._base_id = environ.get("WANDB_RUN_ID") or str(facts.from_driver.get("id") or facts.run_id)
 
     @property
@@ -472,7 +472,7 @@ class RankRun:
         return self.mode == "process" or (self.mode == "shared" and mode == "offline")
 
     def _name(self, mode: str) -> str | None:
-        chosen = self._environ.get("WANDB_NAME") or self._options.get("name")
+        chosen = self._environ.get("WANDB_NAME")
         if not self._is_one_of_many(mode):
             return chosen or self._facts.run_id
         rank = f"rank_{self._facts.rank}"

@@ -41,6 +41,11 @@ class ImagesParams(BaseModel):
         **{name: f"write prepare.{name}" for name in ("precision", "compile", "channels_last")},
         **dict.fromkeys(("step_size", "gamma", "patience"), "leave it out; scheduler is one_cycle, cosine or none"),
         **dict.fromkeys(("momentum", "eps"), "leave it out; it is 0.9 and 1e-6"),
+        "downsample_to": "leave it out; subset uses fewer classes, and a folder with fewer images is a source",
+        "prefetch": "leave it out; about 4 batches are prepared ahead, and more requests prepare more",
+        "predictions": "leave it out; the predictions of the last validation are always saved",
+        "examples_kept": "leave it out; the table train_predictions has 1,000 images at most",
+        "examples_every": "leave it out; there is a picture of examples at the first step of each epoch",
         "scale_lr": "leave it out, and multiply base_lr by the number of ranks",
     }
 
@@ -69,7 +74,6 @@ class ImagesParams(BaseModel):
         description="Share of each class to train on; the rest is for validation. 1.0 validates nothing. "
         "Not used if images to validate with have a folder of their own.",
     )
-    downsample_to: float = Field(1.0, gt=0.0, le=1.0, description="Share of the images of each class that is used.")
     image_size: int = Field(224, ge=8, le=2048, description="Width and height, in pixels, of what the model sees.")
     augmentation: Literal["none", "flip", "crop"] = Field(
         "crop", description="What training does to images: flips half of them; crop takes random parts as well."
@@ -104,22 +108,11 @@ class ImagesParams(BaseModel):
         "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
     )
     requests: int = Field(64, ge=1, le=1024, description="Requests of a rank to the store at the same time.")
-    prefetch: int = Field(4, ge=1, le=64, description="Batches that are prepared ahead of the training.")
     cache: CacheParams | None = Field(None, description="Keep images on the hosts; null keeps none.")
     max_bad_fraction: float = Field(
         0.01, ge=0.0, le=1.0, description="Share of images that may be missing or damaged before the run fails."
     )
 
-    predictions: Literal["csv", "none"] = Field(
-        "csv", description="Whether the last validation's predictions are saved in artifacts/predictions."
-    )
-    examples_every: int = Field(25, ge=0, description="Steps between two pictures of examples; 0 makes none.")
-    examples_kept: int = Field(
-        1000,
-        ge=0,
-        description="Most images of all ranks in the table train_predictions, which has the first batch of the last "
-        "epoch and every 4th after it; 0 makes none.",
-    )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the augmentation.")
 
     @model_validator(mode="after")

@@ -39,6 +39,7 @@ from ddptrain.workloads.images.prediction_tables import (
 from ddptrain.workloads.images.validation import check_bad_on_all_ranks, evaluate, share_buffers
 
 # Newer versions of torch warn about the old name.
+_EXAMPLES_KEPT = 1000  # of all ranks, in the table train_predictions
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -256,20 +257,18 @@ class ImageTrainer:
         self._ctx.progress(self._images, self._settings.epochs * self._images_per_epoch, unit="images")
 
     def _observe(self, batch: Batch, epoch: float, loss_sum: Tensor, logits: Tensor) -> None:
-        """Log the metrics of a step; rank 0 also logs a picture of examples at intervals."""
+        """Log the metrics of a step; at the first step of an epoch rank 0 also logs a picture of examples."""
         hits = (logits.detach().argmax(1) == self._targets(batch.labels)).sum()
         sums = torch.stack([loss_sum.detach(), hits]).double()
         self._meter.add(self.step, epoch, self._schedule.learning_rate, sums, batch.n_counted)
-        every = self._settings.examples_every
-        if every and self.step % every == 0 and self._ctx.rank == 0 and batch.n_counted:
+        is_first = (self.step - 1) % self.steps_per_epoch == 0
+        if is_first and self._ctx.rank == 0 and batch.n_counted:
             caption = example_words(logits, batch.labels, self._model_config)
             self._ctx.log_image("examples", example_strip(batch.images), step=self.step, caption=caption)
 
     def _training_table(self, *, is_last: bool) -> TrainingTable | None:
-        """Collect images of the last epoch for a table; None in other epochs, or if no table is wanted."""
-        if not (is_last and self._settings.examples_kept):
-            return None
-        return TrainingTable(self._model_config, -(-self._settings.examples_kept // self._ctx.world_size))
+        """Collect images of the last epoch for a table; None in other epochs."""
+        return TrainingTable(self._model_config, -(-_EXAMPLES_KEPT // self._ctx.world_size)) if is_last else None
 
     def _validate(self, *, is_last: bool) -> dict[str, float]:
         """Return the score on the held-out images, if there are any; the predictions of the last epoch are saved."""
@@ -281,7 +280,7 @@ class ImageTrainer:
         batches = self._feeder.validate()
         score = evaluate(self._bare, self._pixels, batches, self._outputs, keep, self._report)
         self._check_bad()
-        if table is not None and self._settings.predictions != "none":
+        if table is not None:
             self._ctx.save_file(f"predictions/rank-{self._ctx.rank}.csv", table_file(table.rows()))
         return score.metrics() if score.n else {}
 

@@ -54,8 +54,8 @@ def read_names(folder: Path) -> list[str]:
 
 def _names_of_source(request: Mapping[str, Any]) -> list[str]:
     params = PetnamesParams.model_validate_json(json.dumps(request["params"]), strict=True)
-    return _clean(load_names(params.model_copy(update={"names": request["data"], "unique": True})).names)
+    return _clean(load_names(params.model_copy(update={"names": request["data"]})).names)
 
 
 def _clean(entries: Sequence[object]) -> list[str]:
-    return sorted(clean_names(entries, unique=True, max_length=_MOST_CHARACTERS).names)
+    return sorted(clean_names(entries, max_length=_MOST_CHARACTERS).names)

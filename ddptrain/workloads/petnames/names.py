@@ -46,7 +46,7 @@ class CleanNames:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Names for training (with repeats unless `unique`), and distinct held-out names that are not among them."""
+    """Names for training, and held-out names that are not among them."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -69,7 +69,7 @@ def load_names(settings: PetnamesParams) -> CleanNames:
         entries: Sequence[object] = file.read_text(encoding="utf-8").splitlines()
     else:
         entries = _entries(settings)
-    clean = clean_names(entries, unique=settings.unique, max_length=settings.max_name_length)
+    clean = clean_names(entries)
     if not clean.names:
         raise UsageError(
             f"no usable name: {clean.report(source).removeprefix('names: ')}; give params.names a list of pet names"
@@ -77,8 +77,8 @@ def load_names(settings: PetnamesParams) -> CleanNames:
     return clean
 
 
-def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: int = 64) -> CleanNames:
-    """Normalise entries; drop and count empty, too long, foreign, and (if `unique`) repeated ones."""
+def clean_names(entries: Sequence[object], *, max_length: int = 64) -> CleanNames:
+    """Normalise entries; drop and count empty, too long, foreign and repeated ones."""
     kept: list[str] = []
     seen: set[str] = set()
     too_long: list[str] = []
@@ -92,7 +92,7 @@ def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: i
             foreign.append(name)
         elif len(name) > max_length:
             too_long.append(name)
-        elif unique and name in seen:
+        elif name in seen:
             n_repeated += 1
         else:
             seen.add(name)

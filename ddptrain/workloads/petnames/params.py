@@ -15,6 +15,9 @@ class PetnamesParams(BaseModel):
         "names_format": "leave it out; params.names is a .txt file with a name on each line, or a .json list of names",
         "names_column": "write the names of that column to a .txt file, a name on each line",
         "skip_blanks": "leave it out; context: full reads no blanks, and is faster",
+        "unique": "leave it out; each distinct name is trained once an epoch",
+        "max_name_length": "leave it out; names of over 64 characters are left out",
+        "samples": "leave it out; 16 names are written at the end",
         "loss_microbatch": "set batch_size, and prepare.accumulate for a step of several batches",
     }
 
@@ -27,10 +30,6 @@ class PetnamesParams(BaseModel):
     names_options: dict[str, Any] = Field(
         default_factory=dict,
         description="Options of the object store, such as {skip_signature: true, endpoint: ...} for S3.",
-    )
-    unique: bool = Field(True, description="Train on each distinct name once, even if the source repeats it.")
-    max_name_length: int = Field(
-        64, ge=1, le=1000, description="Longest name, in characters; longer ones are left out."
     )
     val_fraction: float = Field(
         0.1, ge=0.0, le=0.9, description="Share of the distinct names held out for val/loss; 0 holds out none."
@@ -62,7 +61,4 @@ class PetnamesParams(BaseModel):
     )
     weight_decay: float = Field(0.0, ge=0.0, le=10.0, description="Weight decay of AdamW; with 0 it is Adam.")
     grad_clip: float = Field(0.0, ge=0.0, description="Largest norm of the gradient (clipping); 0 does not clip.")
-    samples: int = Field(
-        16, ge=0, le=1000, description="Names that the model writes at the end, for the table generated_names; 0: none."
-    )
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of the split, the weights, the order and the dropout.")

@@ -35,6 +35,7 @@ _VALIDATION_ROWS = 1024  # of one forward pass
 _RISE = 0.3  # one_cycle: share of the run in which the rate rises (Smith and Topin, 2017: super-convergence)
 _START = 0.04  # one_cycle: rate of the first step relative to the highest
 _LONGEST_EXAMPLE = 20  # characters: a model that has learned little ends few names, and reading them takes long
+_GENERATED = 16  # names that the model writes at the end
 _TEMPERATURE = 0.8  # of the examples, as `ddptrain generate` has it
 
 
@@ -74,9 +75,9 @@ def train(ctx: RankContext, **params: Any) -> None:
         if ctx.rank == 0:
             print(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {trainer.unit}/s", flush=True)
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
-    if settings.samples and ctx.rank == 0:
+    if ctx.rank == 0:
         known = {*split.train, *split.held_out}
-        log_generated_names(ctx, model, known, settings.samples, settings.seed, trainer.step)
+        log_generated_names(ctx, model, known, _GENERATED, settings.seed, trainer.step)
 
 
 class NamesTrainer:

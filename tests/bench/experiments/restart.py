@@ -46,7 +46,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
         def ours() -> Figures:
             marks = stage.new_folder("ddptrain")
-            options = [*cluster, "--set", "failure.max_restarts=1", "--set", "failure.backoff_s=0"]
+            options = [*cluster, "--set", "failure.max_restarts=1"]
             return _recovered(stage, stage.ddptrain("restart", _RANKS, *options, folder=str(marks)), marks)
 
         yield {"ours": ours, "torchrun": torchrun}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -213,3 +214,34 @@ def test_run_of_a_store_is_stopped_on_its_drivers_host(
     (write(tmp_path / "store", RUNNING) / LOCK).write_text(json.dumps(dataclasses.asdict(claim)))
     assert main(["stop", f"{serve_folder(tmp_path, monkeypatch)}/store/a-run"]) == 2
     assert "run a-run can only be stopped on far, where its driver is process 7" in capsys.readouterr().err
+
+
+# --- Packages of extras ---
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("optuna", "sweep c.yaml"),
+        ("apprise", "retrain c.yaml"),
+        ("apprise", "notify test c.yaml"),
+        ("matplotlib", "results compare a-1 --plot a.png"),
+    ],
+)
+def test_command_that_lacks_the_package_of_an_extra_names_the_pip_command(
+    runs: Path, package: str, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "workload": "petnames",
+        "retrain": {"model": "m"},
+        "notify": {"urls": ["json://127.0.0.1"]},
+        "sweep": {"space": {"params.layers": [1, 2]}, "search": "grid"},
+    }
+    Path("c.yaml").write_text(json.dumps(config))
+    row = {"time_s": 1.0, "step": 1, "epoch": 1.0, "rank": 0, "attempt": 1, "loss": 3.0}
+    (runs / "a-1" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(arguments.split()) == ExitCode.USAGE
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ddptrain: error: this needs {package}: pip install '")
+    assert not list(Path().glob("runs/petnames*")) and not Path("models").exists()

@@ -46,10 +46,12 @@ def test_settings_of_pods_are_those_of_kubernetes() -> None:
     made = objects(
         gpus_per_worker=4,
         resources={"requests": {"memory": "8Gi"}},
-        volumes=[{"name": "big", "emptyDir": {"medium": "Memory"}}],
-        volume_mounts=[{"name": "big", "mountPath": "/dev/shm"}],
-        node_selector={"pool": "gpu"},
-        pod={"priorityClassName": "high", "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+        volumes=[{"name": "big", "mountPath": "/dev/shm", "emptyDir": {"medium": "Memory"}}],
+        pod={
+            "nodeSelector": {"pool": "gpu"},
+            "priorityClassName": "high",
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
     )
     pod = made["Job dev-worker"]["spec"]["template"]["spec"]
     container = pod["containers"][0]

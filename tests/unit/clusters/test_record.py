@@ -26,7 +26,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_saved_is_found_again_and_private(state: Path) -> None:
-    ssh = SshSettings(hosts=["a", "b"], env={"TOKEN": "secret"})
+    ssh = SshSettings(hosts=["a", "b"])
     cluster = records.create(ClusterRecord(name="dev", config=ClusterConfig(backend="ssh", ssh=ssh, ranks=4)))
     make_tls(cluster.folder)
     cluster.keep(Part(role="worker", host="a", id="folder"))
@@ -34,7 +34,6 @@ def test_what_was_saved_is_found_again_and_private(state: Path) -> None:
     cluster.keep(Part(role="worker", host="a", id="folder", log="x"))
     found = records.find("dev")
     assert found == cluster and [(part.host, part.log) for part in found.parts] == [("a", "x"), ("b", "")]
-    assert "secret" not in repr(found)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (state, *state.rglob("*"))}
     assert modes == {"clusters": 0o700, "dev": 0o700, "cluster.json": 0o600, "cert.pem": 0o600, "key.pem": 0o600}
     found.remove()
@@ -114,14 +113,14 @@ def test_own_cluster_is_known_by_its_address_and_others_are_taken_as_they_are(tm
     cluster = records.create(ClusterRecord(name="dev", address="tls://127.0.0.1:8786"))
     make_tls(cluster.folder)
     for address in ("127.0.0.1:8786", "tls://127.0.0.1:8786"):
-        target = resolve.by_address(address, None)
+        target = resolve.by_address(address)
         assert (target.name, target.address) == ("dev", "tls://127.0.0.1:8786") and target.security is not None
-    other = resolve.by_address("h:1", None)
+    other = resolve.by_address("h:1")
     assert (other.name, other.address, other.foreign) == ("", "tcp://h:1", True)
     file = tmp_path / "scheduler.json"
     file.write_text('{"address": "tcp://h:2"}')
-    assert resolve.by_scheduler_file(file, None).address == "tcp://h:2"
+    assert resolve.by_address(str(file)).address == "tcp://h:2"
     for text in ("{}", "[]", "nonsense"):
         file.write_text(text)
         with pytest.raises(ClusterError, match='contains no "address"'):
-            resolve.by_scheduler_file(file, None)
+            resolve.by_address(str(file))

@@ -236,7 +236,7 @@ def test_urls_of_notifications_are_recorded_nowhere() -> None:
     ("text", "backend"),
     [
         ("{address: 'tcp://h:1'}", "address"),
-        ("{scheduler_file: s.json}", "address"),
+        ("{address: s.json}", "address"),
         ("{ssh: {hosts: [a]}}", "ssh"),
         ("{class: package.Cluster, kwargs: {n: 1}}", "class"),
         ("{ranks: 2}", "local"),

@@ -166,7 +166,7 @@ def test_unknown_host_is_told_as_such() -> None:
 
 def test_missing_certificate_is_told_before_anything_is_tried() -> None:
     told = refused(Target("tls://127.0.0.1:1"), timeout_s=30)
-    assert "wants a certificate, and none was given: set cluster.tls.ca_file" in told
+    assert "wants a certificate, and none was given: set distributed.comm.tls" in told
 
 
 def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_checkpoint_settings_and_failure_policy_are_those_of_the_configuration()
     assert rank_specs.checkpointing(config) == Checkpointing(
         config.checkpoint.every_epochs, 7, None, asynchronous=False
     )
-    assert rank_specs.supervision(config) == Supervision(4.0, 2.0, 3, system_every_s=5.0)
+    assert rank_specs.supervision(config) == Supervision(4.0, 2.0, 3)
 
 
 def test_built_in_workload_searches_no_folder_of_the_users(tmp_path: Path) -> None:

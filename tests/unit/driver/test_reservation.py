@@ -168,7 +168,7 @@ def test_slots_are_requested_as_the_configuration_says(
         {
             "workload": "petnames",
             "cluster": {"start_timeout_s": 20.0, "wait_s": 60.0, **cluster},
-            "failure": {"rejoin_wait_s": 7.0, "max_restarts": 1},
+            "failure": {"lost_after_s": 14.0, "max_restarts": 1},
         }
     )
     assert request_for(config, of_machine) == expected

@@ -170,7 +170,7 @@ def test_change_after_years_of_retraining_costs_no_more_than_the_first(
     monkeypatch.setattr(registry_module, "_MOST_REMOVED", 3)
     for number in range(890, 900):
         for action in ("created", "removed"):
-            edit = Edit(action, number, {}, ())
+            edit = Edit(action, number, {})
             registry.change("names", lambda _, edit=edit: edit)  # type: ignore[misc]
     read: list[int] = []
     change = registry._change
@@ -304,13 +304,9 @@ def test_version_in_use_is_not_removed(registry: ModelRegistry, run: Path) -> No
     for each in ("a", "b", "c"):
         add(registry, run, each)
     registry.promote("names", 1)
-    registry.pin("names", 2, pinned=True)
     with pytest.raises(UsageError, match="version 1 of names is champion"):
         registry.remove("names", 1)
-    with pytest.raises(UsageError, match="version 2 of names is pinned"):
-        registry.remove("names", 2)
     registry.remove("names", 3)
-    registry.pin("names", 2, pinned=False)
     registry.remove("names", 2)
     assert [version.version for version in registry.versions("names")] == [1]
 
@@ -321,7 +317,7 @@ def test_concurrent_changes_all_happen_one_after_the_other(registry: ModelRegist
 
     def change(number: int) -> Change | None:
         own = ModelRegistry.open(str(tmp_path / "models"))
-        return own.change("names", lambda state: Edit("alias", 1, {**state.aliases, f"a{number}": 1}, state.pinned))
+        return own.change("names", lambda state: Edit("alias", 1, {**state.aliases, f"a{number}": 1}))
 
     with ThreadPoolExecutor(8) as pool:
         changes = list(pool.map(change, range(24)))

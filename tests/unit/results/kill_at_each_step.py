@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from ddptrain.results.prune import PrunePolicy, prune
-from ddptrain.results.run_store import LocalRuns
+from ddptrain.results.runs import LocalRuns
 
 _STEPS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
 _ALL = PrunePolicy(keep=0, failed_keep=0)

@@ -40,11 +40,6 @@ def test_what_is_not_valid_is_left_out(data: bytes | None, expected: Annotations
     assert Annotations.parse(data) == expected
 
 
-def test_a_file_is_read_as_it_was_written() -> None:
-    annotations = Annotations(("größe", "a/b:c"), "two\nlines")
-    assert Annotations.parse(annotations.to_json()) == annotations
-
-
 def test_tags_are_added_once_and_removed() -> None:
     annotations = Annotations(("a", "b"), "note").with_tags(["c", "a"], ["b", "x"])
     assert annotations == Annotations(("a", "c"), "note")
@@ -81,10 +76,6 @@ def test_fifty_tags_and_4000_characters_are_read_and_taken() -> None:
     assert tag_changes(["x" * 64, "+" + "y" * 64]) == (["x" * 64, "y" * 64], [])
     with pytest.raises(UsageError, match=r"^a run can have 50 tags, not 51; remove some, as -t0$"):
         Annotations().with_tags(tags)
-
-
-def test_file_of_annotations_is_indented_json() -> None:
-    assert Annotations(("a",), "ä").to_json() == b'{\n  "tags": [\n    "a"\n  ],\n  "note": "\\u00e4"\n}\n'
 
 
 def test_changes_at_once_all_count(tmp_path: Path) -> None:

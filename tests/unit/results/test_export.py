@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,44 +100,6 @@ def test_tensorboard_reads_the_files(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in found.Scalars("val/loss")] == [(1, 1.25), (2, 2.25)]
     assert found.Scalars("big")[0].value == float("inf")
     assert b"| layers | 2 |" in found.Tensors("params/text_summary")[0].tensor_proto.string_val[0]
-
-
-def scalars(view: RunView, folder: Path, name: str) -> list[tuple[int, float]]:
-    (path,) = export_tensorboard([view], folder)
-    found = EventAccumulator(str(path.parent))
-    found.Reload()
-    return [(event.step, event.value) for event in found.Scalars(name)]
-
-
-def test_value_without_a_step_has_its_epoch_or_the_number_of_the_call(tmp_path: Path) -> None:
-    view = put(
-        tmp_path, "a", {"epoch": 4, "x": 1.0}, {"x": 2.0}, {"step": 1e300, "x": 3.0}, {"rank": 1, "epoch": 4, "x": 2.0}
-    )
-    assert scalars(view, tmp_path / "tb", "x") == [(1, 2.0), (4, 1.5)]
-
-
-@pytest.mark.parametrize(
-    ("module", "export"), [("mlflow", export_mlflow), ("tensorboard.compat.proto.event_pb2", export_tensorboard)]
-)
-def test_missing_package_is_named(module: str, export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=r"pip install '(mlflow-skinny|tensorboard)>="):
-        export([], "x")
-
-
-@pytest.mark.parametrize(
-    ("status", "stored"), [("failed", "FAILED"), ("preempted", "KILLED"), ("new", "KILLED"), ("running", "RUNNING")]
-)
-def test_end_of_a_run_in_words_of_mlflow(tmp_path: Path, status: str, stored: str) -> None:
-    from mlflow import MlflowClient
-
-    view = put(tmp_path, "a", params={"a b": "\ud800" + "v" * 7_000, "n" * 300: 1})
-    (run_id,) = export_mlflow(
-        [dataclasses.replace(view, record=dataclasses.replace(view.record, status=status))], str(tmp_path / "m")
-    )
-    run = MlflowClient((tmp_path / "m").as_uri()).get_run(run_id)
-    assert run.info.status == stored
-    assert {name: len(value) for name, value in run.data.params.items()} == {"a b": 6_000, "n" * 250: 1}
 
 
 @pytest.fixture(autouse=True)

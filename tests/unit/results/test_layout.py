@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -15,34 +13,13 @@ from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import (
     Origin,
     RunLayout,
-    files_below,
-    new_run_id,
     safe_relative,
-    step_name,
-    step_of,
     valid_run_id,
 )
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
+from ddptrain.results.tracker_records import tracker_outputs, wandb_parts
 
 # --- layout ---
-
-
-def test_run_id_holds_name_utc_time_and_four_hex() -> None:
-    noon_in_delhi = datetime(2025, 3, 4, 12, 0, 5, tzinfo=timezone(timedelta(hours=5, minutes=30)))
-    name, day, time, tail = new_run_id("petnames", noon_in_delhi).rsplit("-", 3)
-    assert (name, day, time) == ("petnames", "20250304", "063005")
-    assert len(tail) == 4 and int(tail, 16) >= 0
-
-
-def test_run_ids_of_the_same_second_differ() -> None:
-    now = datetime.now(UTC)
-    assert len({new_run_id("a", now) for _ in range(20)}) > 1
-
-
-@pytest.mark.parametrize("run_id", ["a", "petnames-20250304-063005-00ff", "A_b.c", "9"])
-def test_ordinary_run_ids_are_valid(run_id: str) -> None:
-    assert valid_run_id(run_id)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +101,6 @@ def test_whatever_is_taken_stays_below_the_folder(path: str) -> None:
     assert safe_relative(str(clean)) == clean
 
 
-def test_step_names_go_there_and_back() -> None:
-    assert step_of(step_name(1200)) == 1200
-    assert step_of("step-") is step_of("step--1") is step_of("step-1x") is step_of(".old-step-1") is None
-
-
-@pytest.mark.parametrize("step", [-1, 10**18])
-def test_a_step_that_is_no_count_is_refused(step: int) -> None:
-    with pytest.raises(UnsafePath, match="step"):
-        step_name(step)
-
-
 def test_logs_come_in_the_order_of_ranks_and_nothing_else_counts(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     layout.logs_dir.mkdir()
@@ -172,15 +138,6 @@ def test_copy_of_a_stored_run_knows_the_files_that_it_lacks(tmp_path: Path) -> N
     assert layout.shown_path(tmp_path / "logs/x") == "s3://bucket/r/logs/x"
 
 
-def test_files_below_a_folder_are_regular_and_have_their_sizes(tmp_path: Path) -> None:
-    (tmp_path / "a/b").mkdir(parents=True)
-    (tmp_path / "a/b/c").write_bytes(b"123")
-    (tmp_path / "d").write_bytes(b"1")
-    (tmp_path / "link").symlink_to(tmp_path / "d")
-    os.mkfifo(tmp_path / "pipe")
-    assert sorted(files_below(tmp_path)) == [(tmp_path / "a/b/c", 3), (tmp_path / "d", 1)]
-
-
 # --- What trackers have created: links of runs that were sent later, parts in other folders, and names for ---
 
 
@@ -189,15 +146,6 @@ def part(folder: Path, run_id: str) -> Path:
     made.mkdir(parents=True)
     (made / f"run-{run_id}.wandb").touch()
     return made
-
-
-def test_run_is_named_as_a_command_in_this_directory_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs" / "a run").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert run_argument(RunLayout(tmp_path / "runs" / "a run")) == "a run", "its id, where commands look by default"
-    assert run_argument(RunLayout(tmp_path / "a run")) == f"'{tmp_path}/a run'"
-    Origin("s3://bucket/runs/a-run").mark(tmp_path / "runs" / "a run")
-    assert run_argument(RunLayout(tmp_path / "runs" / "a run")) == "s3://bucket/runs/a-run"
 
 
 def test_urls_of_runs_that_were_sent_later_are_added_and_ranks_are_in_order(tmp_path: Path) -> None:

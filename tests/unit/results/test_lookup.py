@@ -167,18 +167,6 @@ def test_driver_of_another_host_is_alive_while_it_touches_the_lock(tmp_path: Pat
     assert view.record.failure is not None and view.record.failure.host == "another-host"
 
 
-def test_a_run_that_ends_while_it_is_looked_at_has_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = put(tmp_path, "r", status="running", exit_code=None)
-    ended = RunRecord(run_id="r", status="succeeded", exit_code=0)
-
-    def ends_meanwhile(*_: object) -> bool:
-        RunLayout(root).run_json.write_text(ended.to_json())
-        return False
-
-    monkeypatch.setattr("ddptrain.results.ownership.is_alive", ends_meanwhile)
-    assert load_run(root).status == "succeeded"
-
-
 def test_a_checkpoint_is_found_by_pointer_and_by_name(
     writer: RunWriter, stage: Callable[..., tuple[CheckpointSaved, Path]]
 ) -> None:
@@ -233,29 +221,6 @@ def test_duration_is_that_of_all_parts(tmp_path: Path, fields: dict[str, object]
     view = load_run(put(tmp_path, "r", **fields))  # type: ignore[arg-type]
     assert view.duration_s == duration_s
     assert view.as_dict()["duration_s"] == duration_s
-
-
-@pytest.mark.parametrize(
-    ("run_id", "started_at"),
-    [
-        ("pets-20250102-030405-ab12", "2025-01-02T03:04:05.000Z"),
-        ("pets-20251302-030405-ab12", ""),  # no such month
-        ("pets-20250102-030405-ab12x", ""),
-    ],
-)
-def test_unreadable_run_began_when_its_name_says(tmp_path: Path, run_id: str, started_at: str) -> None:
-    folder = put(tmp_path, run_id)
-    (folder / "run.json").write_text("{")
-    view = load_run(folder)
-    assert (view.record.started_at, view.record.run_id, view.status) == (started_at, run_id, "unreadable")
-
-
-def test_waiting_run_is_shown_as_such_only_while_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.results.ownership.is_alive", lambda *_: True)
-    assert load_run(put(tmp_path, "a", status="running", waiting=True)).shown_status == "waiting"
-    assert load_run(put(tmp_path, "b", status="running")).shown_status == "running"
-    ended = load_run(put(tmp_path, "c", status="failed", waiting=True))
-    assert (ended.shown_status, ended.is_running) == ("failed", False)
 
 
 def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:

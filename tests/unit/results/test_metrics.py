@@ -137,27 +137,6 @@ def test_of_a_larger_file_only_the_end_is_read_once(tmp_path: Path) -> None:
     assert len(MetricsReader(path, last_bytes=1_000).read()) == 10
 
 
-def test_position_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"time_s":2.5,"step":3,"epoch":0.5,"rank":1,"attempt":4,"a":1}\n{"rank":0,"step":"x","time_s":null}\n'
-    )
-    assert MetricsReader(path).read() == [
-        MetricLine(2.5, 3.0, 0.5, 1, {"a": 1.0}, 4),
-        MetricLine(0.0, None, None, 0, {}, 1),
-    ]
-
-
-def test_values_of_a_later_attempt_replace_those_after_its_checkpoint_only() -> None:
-    assert drop_replaced([line(1, 2), line(1, 3, 1.0)], [went_on(2, 2, 0.5)]) == [line(1, 2)]
-    assert drop_replaced([line(1, None, 1.5), line(2, None, 1.5)], [went_on(1, None), went_on(2, 9)]) == [
-        line(1, None, 1.5),
-        line(2, None, 1.5),
-    ]
-    empty = MetricLine(0.0, 1.0, None, 0, {}, 1)
-    assert drop_replaced([empty, line(2, 5)], [went_on(2, 1)]) == [empty, line(2, 5)]
-
-
 def test_value_is_the_mean_of_the_ranks_at_the_newest_step() -> None:
     latest = LatestMetrics()
     latest.logged(0, 1, {"loss": 9.0})
@@ -254,18 +233,6 @@ def test_host_of_several_workers_has_one_line_for_each_time(tmp_path: Path) -> N
     assert [line.rank for line in lines if line.rank is not None] == [0, 1] * 3
 
 
-def test_large_file_gets_fewer_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.results.system._HALVED_EVERY_BYTES", 5_000)
-    file = SystemFile(tmp_path / "system.jsonl")
-    for at_s in range(1000):
-        file.append(sample(at_s=at_s), 1)
-    file.close()
-    times = [line.time_s for line in read_system(tmp_path / "system.jsonl") if line.rank is None]
-    assert times[:10] == list(range(10))
-    assert 20 < len(times) < 300
-    assert times[-1] - times[-2] >= 4
-
-
 def test_damaged_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "system.jsonl"
     good = json.dumps({"time_s": 1.0, "host": "h", "rank": 0, "cpu_percent": 5, "rss_bytes": "much", "other": 1})
@@ -297,17 +264,6 @@ def test_series_have_a_curve_for_each_rank_and_each_host(tmp_path: Path) -> None
     assert series["system/cpu_percent", 0].step == [None, None]
 
 
-def test_use_of_a_run_as_text(tmp_path: Path) -> None:
-    file = SystemFile(tmp_path / "system.jsonl")
-    file.append(sample(cpu_percent=20.0), 1)
-    file.append(sample(cpu_percent=40.0), 1)
-    file.close()
-    assert use_lines(read_system(tmp_path / "system.jsonl")) == [
-        ("h0", "CPU 30.0 %, memory up to 4.00 of 8.00 GB"),
-        ("rank 0", "CPU 99.0 % of a core, resident memory up to 2.00 GB"),
-    ]
-
-
 def test_use_of_hosts_and_ranks_with_gpus_has_means_of_rates_and_the_largest_memory() -> None:
     lines = [
         SystemLine(1.0, "b", None, {"disk_bytes_s": 1e6, "network_bytes_s": 5e6}),
@@ -327,16 +283,6 @@ def test_use_of_hosts_and_ranks_with_gpus_has_means_of_rates_and_the_largest_mem
     ]
 
 
-def test_use_of_many_ranks_is_that_of_the_first_64() -> None:
-    lines = [SystemLine(1.0, "h", rank, {"cpu_percent": 1.0}) for rank in reversed(range(70))]
-    assert [name for name, _ in use_lines(lines)] == ["h", *(f"rank {rank}" for rank in range(64))]
-    assert use_lines([]) == []
-
-
-def test_nothing_is_shown_before_the_first_sample() -> None:
-    assert SystemSummary().facts() == []
-
-
 def test_means_of_use_and_the_fullest_and_hottest() -> None:
     summary = SystemSummary()
     for host, percent, used in (("a", 20.0, 12e9), ("b", 40.0, 32e9)):
@@ -344,29 +290,3 @@ def test_means_of_use_and_the_fullest_and_hottest() -> None:
         use = {"cpu_percent": percent, "memory_bytes": used, "memory_total_bytes": 64e9}
         summary.add(SystemSample(1, 0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
     assert summary.facts() == ["GPU 60 % 32/80 GB 70 °C", "CPU 30 %", "memory 32/64 GB"]
-
-
-def test_newest_sample_of_a_host_counts() -> None:
-    summary = SystemSummary()
-    for percent in (10.0, 90.0):
-        summary.add(SystemSample(1, 0, 1, "a", {"cpu_percent": percent}, {}))
-    assert summary.facts() == ["CPU 90 %"]
-
-
-def test_numbers_that_are_not_known_are_left_out() -> None:
-    summary = SystemSummary()
-    summary.add(
-        SystemSample(1, 0, 1, "a", {"memory_bytes": 5e9, "memory_total_bytes": 0.0}, {"0": {"cpu_percent": 1.0}})
-    )
-    assert summary.facts() == []
-    summary.add(SystemSample(1, 0, 1, "a", {}, {"1": {"gpu_memory_bytes": 1e9}}))
-    assert summary.facts() == ["GPU"]
-
-
-def test_fullest_memory_is_the_one_with_the_largest_part_in_use() -> None:
-    summary = SystemSummary()
-    for host, used, total in (("a", 32e9, 80e9), ("b", 9.94e9, 16e9), ("c", 10e9, 40e9)):
-        summary.add(SystemSample(1, 0, 1, host, {"memory_bytes": used, "memory_total_bytes": total}, {}))
-    assert summary.facts() == ["memory 9.9/16 GB"]
-    summary.add(SystemSample(1, 0, 1, "b", {"memory_bytes": 10e9, "memory_total_bytes": 16e9}, {}))
-    assert summary.facts() == ["memory 10/16 GB"]

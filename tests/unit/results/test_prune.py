@@ -22,22 +22,17 @@ from ddptrain.errors import RunLocked
 from ddptrain.results.layout import PRUNED, RunLayout
 from ddptrain.results.lookup import list_runs
 from ddptrain.results.prune import (
-    MARK,
     Decision,
-    FolderRemoval,
     PrunePolicy,
-    PruneReport,
     RunFacts,
-    StoredRemoval,
     decide,
     prune,
     size_bytes,
 )
 from ddptrain.results.remote.lease import LOCK, Claim
-from ddptrain.results.remote.runs import StoreRuns
 from ddptrain.results.run_record import DriverRecord, RunRecord, RunStatus
-from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns, StoreRuns
 from ddptrain.results.show.render import size
 from tests.unit.results.stores import WatchedStore, watched_store
 
@@ -117,14 +112,14 @@ def test_run_that_is_resumed_after_the_decision_stays(runs: Path) -> None:
     [seen] = [view for view in list_runs(runs) if view.run_id == "night"]
     with RunWriter.reopen(folder, "", seen.record.driver) as writer:
         with pytest.raises(RunLocked, match="held by process"):
-            FolderRemoval(LocalRuns(runs)).remove(seen)
+            LocalRuns(runs).delete(seen)
         report = prune(LocalRuns(runs), ALL)
         assert [(each.run.folder, each.reason) for each in report.kept] == [("night", "running")]
         writer.finish(RunStatus.FAILED, 1)
     resumed = dataclasses.replace(writer.record, driver=dataclasses.replace(writer.record.driver, pid=1))
     RunLayout(folder).run_json.write_text(resumed.to_json())
     with pytest.raises(RunLocked, match="has changed since it was chosen"):
-        FolderRemoval(LocalRuns(runs)).remove(seen)
+        LocalRuns(runs).delete(seen)
     assert (folder / "checkpoints/step-1/model.safetensors").is_file()
 
 
@@ -164,25 +159,6 @@ def test_run_of_another_user_stays(runs: Path) -> None:
     os.chown(put(runs, "theirs"), 12345, -1)
     report = prune(LocalRuns(runs), PrunePolicy(keep=0, max_size_bytes=0))
     assert [(each.run.folder, each.reason) for each in report.kept] == [("theirs", "of another user")]
-
-
-def test_report_as_data_and_in_words() -> None:
-    gone, stays = (
-        Decision(RunFacts(name, f"{name}-id", "n", "failed", 1.5, 1024), name == "a", "why") for name in "ab"
-    )
-    report = PruneReport((gone, stays), {"c": 2048}, ("cannot", "either"), dry_run=False)
-    facts = {"name": "n", "status": "failed", "age_s": 1.5, "size_bytes": 1024, "has_checkpoint": False}
-    end = {**facts, "foreign": "", "problem": "", "reason": "why"}
-    assert report.as_dict() == {
-        "dry_run": False,
-        "freed_bytes": 3072,
-        "kept_bytes": 1024,
-        "removed": [{"folder": "a", "run_id": "a-id", **end}],
-        "kept": [{"folder": "b", "run_id": "b-id", **end}],
-        "finished": [{"folder": "c", "size_bytes": 2048}],
-        "problems": ["cannot", "either"],
-    }
-    assert report.summary == "1 run deleted, 3.0 KiB freed; 2 problems"
 
 
 # --- Which runs go: a table of cases, and properties over random runs ---
@@ -264,13 +240,6 @@ def test_protected_runs_stay_and_count() -> None:
     assert gone(S, PrunePolicy(keep=2), {"s4": "champion of pets"}) == "s2 s3"
     assert gone(S, PrunePolicy(keep=2), {"s0": "champion of pets"}) == "s2 s3 s4"
     assert gone(S, PrunePolicy(max_size_bytes=0), {"s3": "pinned of pets"}) == "s0 s1 s2 s4"
-
-
-def test_run_is_protected_by_the_id_in_its_record_and_by_its_folder() -> None:
-    moved = run("copy", run_id="original")
-    assert gone([moved], ALL, {"original": "champion of pets"}) == ""
-    assert gone([moved], ALL, {"copy": "champion of pets"}) == ""
-    assert gone([moved], ALL, {"other": "champion of pets"}) == "copy"
 
 
 # --- Properties ---
@@ -468,9 +437,8 @@ def test_run_that_was_resumed_meanwhile_stays(runs_prune_store: StoreRuns) -> No
     put_prune_store(runs_prune_store, "night", "failed")
     [seen] = runs_prune_store.list()
     put_prune_store(runs_prune_store, "night", "failed", driver=DriverRecord(7, "elsewhere", "boot"))
-    removal = StoredRemoval(runs_prune_store)
     with pytest.raises(RunLocked, match="has changed since it was chosen"):
-        removal.remove(seen)
+        runs_prune_store.delete(seen)
     assert runs_prune_store.store.read("night/checkpoints/step-1/checkpoint.json") is not None
 
 
@@ -478,7 +446,7 @@ def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(runs_prune
     put_prune_store(runs_prune_store, "night")
     runs_prune_store.store.remove("night/run.json")
     assert not prune(runs_prune_store, ALL).finished_bytes  # no mark: perhaps a run that has just begun
-    runs_prune_store.store.write(f"night/{MARK}", b"{}")
+    runs_prune_store.store.write("night/.pruned.json", b"{}")
     claim(runs_prune_store, "night")
     assert prune(runs_prune_store, ALL).finished_bytes == {} and len(runs_prune_store.store.files()) == 5
     claim(runs_prune_store, "night", released=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from ddptrain.results import provenance
 from ddptrain.results.provenance import (
     git_diff,
     git_state,
-    installed_versions,
     without_secrets,
     without_secrets_in_diff,
 )
@@ -31,10 +28,8 @@ from ddptrain.results.run_record import (
     RankRecord,
     RecordError,
     RunRecord,
-    RunStatus,
     as_json_data,
     ascii_json,
-    utc_now,
 )
 
 # --- run record ---
@@ -88,12 +83,9 @@ def test_a_record_of_a_newer_version_is_read_as_far_as_it_is_known() -> None:
     data = json.loads(full_record().to_json())
     data |= {"schema": 9, "colour": "red", "status": "paused"}
     data["failure"]["blame"] = {}
-    data["attempts"][0]["ranks"][0]["gpu"] = 3
-    data["git"] = "abc"
     del data["versions"], data["driver"]
     record = RunRecord.from_json(json.dumps(data))
-    assert (record.schema, record.status, record.git, record.versions) == (9, "paused", None, {})
-    assert record.attempts[0].ranks[0].gpu is None
+    assert (record.schema, record.status, record.versions) == (9, "paused", {})
     assert record.failure == full_record().failure
 
 
@@ -105,7 +97,6 @@ def test_a_record_of_a_newer_version_is_read_as_far_as_it_is_known() -> None:
         b"[]",
         b"null",
         b"{}",
-        b'{"run_id": "r"}',
         b'{"run_id": "r", "status": 3}',
         b"\xff\xfe{",
         b"[" * 100_000,
@@ -122,13 +113,14 @@ def test_what_is_no_record_is_refused(text: bytes) -> None:
         ("attempts", {"a": 1}),
         ("attempts", [1, None]),
         ("checkpoints", "step-1"),
-        ("world_size", True),
+        ("world_size", "many"),
+        ("duration_s", [10**400]),
         ("best", []),
     ],
 )
-def test_a_field_of_another_type_takes_its_default(field: str, value: Any) -> None:
-    record = RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", field: value}))
-    assert record == RunRecord(run_id="r", status="failed")
+def test_a_record_with_a_field_of_another_type_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(RecordError, match=rf"^{field}"):
+        RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", field: value}))
 
 
 def test_numbers_that_are_not_finite_are_written_as_null() -> None:
@@ -137,35 +129,11 @@ def test_numbers_that_are_not_finite_are_written_as_null() -> None:
     assert '"x": null' in RunRecord(run_id="r", last_metrics={"x": math.nan}).to_json()
 
 
-def test_wrong_items_of_collections_are_left_out() -> None:
-    raw = {"run_id": "r", "status": "failed", "checkpoints": ["step-1", 2, None], "versions": {"a": "1", "b": 2}}
-    record = RunRecord.from_json(json.dumps({**raw, "last_metrics": {"a": 1, "b": None, "c": "x", "d": True}}))
-    assert (record.checkpoints, record.versions) == (("step-1",), {"a": "1"})
-    assert record.last_metrics == {"a": 1, "b": None}
-    wrong = {"checkpoints": "step-1", "versions": [], "attempts": {}, "exit_code": True, "waiting": 1, "git": "abc"}
-    record = RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", **wrong, "duration_s": 10**400}))
-    assert record == RunRecord(run_id="r", status="failed")
-
-
 def test_json_is_ascii_in_one_line_or_indented() -> None:
     assert ascii_json({"a": [1.5, float("nan"), None, True]}) == b'{"a":[1.5,null,null,true]}'
     assert ascii_json({"a": "\u2028", "b": 1}) == b'{"a":"\\u2028","b":1}'
     assert ascii_json({"a": "\ud800"}, indent=2) == b'{\n  "a": "\\ud800"\n}'
     assert ascii_json({"a": 1}, indent=2) == b'{\n  "a": 1\n}'
-
-
-def test_any_value_becomes_json_data() -> None:
-    values = {1: (1, 2.5), "b": {3}, "c": Path("x"), "d": RunStatus.FAILED, "e": None, "f": True, "g": float("-inf")}
-    assert as_json_data(values) == {"1": [1, 2.5], "b": [3], "c": "x", "d": "failed", "e": None, "f": True, "g": None}
-    assert type(as_json_data(RunStatus.FAILED)) is str
-    assert as_json_data(GitRecord("abc")) == {"commit": "abc", "dirty": False}
-    assert as_json_data(GitRecord) == "<class 'ddptrain.results.run_record.GitRecord'>"
-
-
-def test_time_now_is_utc_with_milliseconds() -> None:
-    text = utc_now()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", text)
-    assert abs((datetime.now(UTC) - datetime.fromisoformat(text)).total_seconds()) < 600
 
 
 # --- provenance ---
@@ -241,15 +209,6 @@ def test_without_a_checkout_or_git_there_is_no_diff(tmp_path: Path, monkeypatch:
     assert git_diff(tmp_path) == ""
 
 
-def test_diff_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = tmp_path / "git"
-    slow.write_text("#!/bin/sh\necho diff\nexec sleep 600\n")
-    slow.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 0.1)
-    assert git_diff(tmp_path) == ""
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -272,23 +231,6 @@ def test_secrets_in_a_diff_are_left_out(line: str) -> None:
 def test_code_in_a_diff_is_kept() -> None:
     text = "diff --git a/a.py b/a.py\n+for key in sorted(rows, key=len):\n-    tokens = split(text)\n+    pass\n"
     assert without_secrets_in_diff(text) == text
-
-
-def test_a_folder_outside_any_checkout_has_no_commit(tmp_path: Path) -> None:
-    assert git_state(tmp_path) is None
-
-
-def test_a_machine_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(tmp_path, "init", "-q")
-    monkeypatch.setenv("PATH", "")
-    assert git_state(tmp_path) is None
-    monkeypatch.undo()
-
-
-def test_versions_name_python_and_torch_without_importing_torch() -> None:
-    versions = installed_versions()
-    assert versions["python"].startswith("3.")
-    assert "torch" in versions
 
 
 def test_secrets_of_the_environment_are_left_out() -> None:

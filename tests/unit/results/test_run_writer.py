@@ -30,7 +30,6 @@ from ddptrain.results.run_record import (
     RunStatus,
 )
 from ddptrain.results.run_writer import RunWriter
-from tests.support import fake_time
 from tests.unit.results.conftest import Stage
 
 
@@ -214,23 +213,6 @@ def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         make(tmp_path / "runs")
 
 
-def test_a_run_that_could_not_be_begun_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(ResultsError, match="No space left"):
-        make(tmp_path, "mine")
-    assert not os.listdir(tmp_path)
-
-
-def test_updates_replace_run_json_whole(writer: RunWriter) -> None:
-    before = writer.layout.run_json.stat().st_ino
-    writer.update(world_size=8, versions={"torch": "3"})
-    assert (read(writer)["world_size"], read(writer)["versions"]) == (8, {"torch": "3"})
-    assert writer.layout.run_json.stat().st_ino != before
-
-
 def test_secrets_of_the_ranks_never_reach_the_disk(writer: RunWriter) -> None:
     writer.update(rank_environment={"MY_TOKEN": EnvironmentValue("hunter2", "user")})
     assert "hunter2" not in writer.layout.run_json.read_text()
@@ -293,22 +275,6 @@ def test_last_metrics_have_those_that_only_the_checkpoint_has(writer: RunWriter,
     assert read(writer)["last_metrics"] == {"train/loss": 2.0, "val/loss": 2.5, "lr": 0.1}
 
 
-def test_duration_of_a_resumed_run_is_that_of_all_its_parts(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    began = time.monotonic()
-    fake_time.replace(monkeypatch, "monotonic", lambda: began + 100)
-    writer.finish(RunStatus.FAILED, 1)
-    writer.close()
-    with RunWriter.reopen(writer.layout.root, "workload: toy\n") as again:
-        assert again.record.duration_s is None and again.record.earlier_s == pytest.approx(100, abs=5)
-        view = load_run(writer.layout.root)
-        assert view.is_running and view.duration_s == pytest.approx(100, abs=5), "not the time between the parts"
-        fake_time.replace(monkeypatch, "monotonic", lambda: began + 120)
-        again.finish(RunStatus.SUCCEEDED, 0)
-    record = load_run(writer.layout.root).record
-    assert record.duration_s == pytest.approx(120, abs=5)
-    assert record.resumed_at is not None and record.earlier_s == pytest.approx(100, abs=5)
-
-
 def test_attempts_of_a_killed_driver_have_failed_when_the_run_continues(writer: RunWriter) -> None:
     writer.update(
         attempts=(
@@ -338,17 +304,6 @@ def test_run_is_waiting_until_it_has_ranks_and_its_status_stays_running(writer: 
     assert load_run(writer.layout.root).shown_status == "cancelled"
 
 
-def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic()
-    fake_time.replace(monkeypatch, "monotonic", lambda: now)
-    writer.update()
-    log(writer, Metrics(0, {"a": 1.0}), 0)
-    assert read(writer)["last_metrics"] == {}
-    now += 1.0
-    log(writer, Metrics(0, {"a": 2.0}), 0)
-    assert read(writer)["last_metrics"] == {"a": 2.0}
-
-
 @pytest.mark.parametrize(
     ("error", "status", "exit_code", "message"),
     [
@@ -373,18 +328,6 @@ def test_a_driver_that_forgets_to_finish_has_not_succeeded(tmp_path: Path) -> No
     with make(tmp_path, "r") as writer:
         pass
     assert (read(writer)["status"], read(writer)["exit_code"]) == ("failed", 3)
-
-
-def test_metrics_that_wait_are_written_with_flush_and_before_run_json(writer: RunWriter) -> None:
-    path = writer.layout.metrics_jsonl
-    log(writer, Metrics(0, {"loss": 1.0}, 1), 0)
-    writer.add_metrics([Metrics(0, {"loss": 2.0}, 2)], 0)
-    assert len(path.read_text().splitlines()) == 1
-    writer.flush()
-    assert len(path.read_text().splitlines()) == 2
-    writer.add_metrics([Metrics(0, {"loss": 3.0}, 3)], 0)
-    writer.update(waiting=False)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_continued_run_forgets_its_end_and_keeps_its_start(tmp_path: Path) -> None:

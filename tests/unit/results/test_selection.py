@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
 from ddptrain.results.selection import (
     Field,
     RunFields,
     Selection,
-    best_value,
     cells,
     header,
     parse_expression,
     parse_fields,
-    value_text,
 )
 
 VALUES: dict[str, Any] = {
@@ -161,10 +157,6 @@ def test_what_is_no_condition_is_refused_with_its_text(text: str) -> None:
     assert len(text) > 1000 or f'cannot read "{text[:100]}' in str(raised.value)
 
 
-def test_deep_condition_is_evaluated() -> None:
-    assert parse_expression("not " * 248 + "a").matches(lambda field: 1.0)
-
-
 def put(folder: Path, run_id: str, **fields: Any) -> RunView:
     root = folder / run_id
     root.mkdir()
@@ -269,56 +261,3 @@ def test_the_option_with_the_mistake_is_named(option: str, index: int) -> None:
     options[index] = "1 <"  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=f"^{option}: cannot read"):
         Selection.parse(*options[:3])
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [(None, "-"), ([], "-"), (0, "0"), (False, "false"), (["a", "b"], "a b"), ([1, 2], "[1, 2]"), ("a\nb", "a b")],
-)
-def test_values_as_text(given: Any, text: str) -> None:
-    assert value_text(given) == text
-
-
-def test_text_of_others_is_harmless(tmp_path: Path) -> None:
-    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", name="\x1b[31mred\n"))
-    assert cells(RunFields(view), [Field("name")]) == ["\\u001b[31mred "]
-
-
-def test_age_of_a_run_is_the_time_since_its_start(tmp_path: Path) -> None:
-    start = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
-    assert value(put(tmp_path, "known", started_at=start), "age") == pytest.approx(7200.0, abs=60.0)
-    assert value(put(tmp_path, "unknown", started_at=""), "age") is None
-
-
-@pytest.mark.parametrize(
-    ("best", "metric", "found"),
-    [
-        (BestRecord("m", "max", 3.0, 1), "m", 3.0),
-        (BestRecord("m", "max", math.nan, 1), "m", None),
-        (BestRecord("m", "max", 3.0, 1), "val/loss", 1.5),
-        (None, "val/acc", 4.0),
-        (None, "m", None),
-    ],
-)
-def test_best_value_by_checkpoint_or_by_the_name_of_the_metric(
-    tmp_path: Path, best: BestRecord | None, metric: str, found: float | None
-) -> None:
-    view = put(tmp_path, "r", best=best)
-    lines: list[dict[str, Any]] = [{"rank": rank, "val/loss": 1.0 + rank, "val/acc": 4.0, "m": 1} for rank in (0, 1)]
-    lines.append({"rank": 0, "val/loss": 9.0, "val/acc": None, "m": 1})
-    view.layout.metrics_jsonl.write_text("".join(f"{json.dumps({'time_s': 1, **line})}\n" for line in lines))
-    assert best_value(view, metric) == found
-    assert best_value(view, "m", goal="min") == (1.0 if best is None or best.metric != "m" else best_value(view, "m"))
-
-
-def test_best_value_of_a_run_whose_metrics_cannot_be_read_is_not_known(tmp_path: Path) -> None:
-    view = put(tmp_path, "r")
-    view.layout.metrics_jsonl.mkdir()
-    assert best_value(view, "val/loss") is None
-
-
-def test_values_of_several_types_are_sorted_numbers_first(tmp_path: Path) -> None:
-    values = {"a": "text", "b": 2, "c": math.nan, "d": True, "e": [3], "f": "Text"}
-    views = [put(tmp_path, run_id, params={"x": found}) for run_id, found in values.items()]
-    assert "".join(run.view.run_id for run in Selection.parse(None, "params.x", None).apply(views)) == "dbfeac"
-    assert "".join(run.view.run_id for run in Selection.parse(None, "-params.x", None).apply(views)) == "aefbdc"

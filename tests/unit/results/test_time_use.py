@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.time_use import TimeUse, time_use, time_use_of, timed_events
+from ddptrain.results.time_use import time_use, timed_events
 
 START = 1735689600.0
 
@@ -147,12 +146,6 @@ def test_attempt_without_ranks_is_a_start() -> None:
     assert parts(record, [event("run_started", 3, attempt=1)], 6) == {"queue": 3, "start": 2, "end": 1}
 
 
-def test_missing_events_leave_the_sum() -> None:
-    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
-    assert parts(record, [], 40) == {"queue": 3, "start": 35, "end": 2}
-    assert parts(RunRecord(attempts=(AttemptRecord(),)), [], 5) == {"other": 5}
-
-
 @given(
     st.lists(
         st.tuples(
@@ -202,13 +195,6 @@ def test_events_are_read_from_the_file_of_anyone(tmp_path: Path) -> None:
     assert list(timed_events(RunLayout(tmp_path / "missing"))) == []
 
 
-def test_as_text() -> None:
-    use = TimeUse(queue=3.4, training=126, lost=0.6, end=0.01)
-    assert use.line() == "queue 3.4 s, training 2m 06s, lost to failures 0.6 s"
-    assert use.shown()[1] == ("training", "2m 06s (97%)")
-    assert TimeUse().line() == "" and TimeUse().shown() == []
-
-
 def test_activities_that_overlap_count_once_and_only_within_the_training() -> None:
     record = RunRecord(started_at=iso(0), ended_at=iso(20), attempts=(attempt(1, 0, 20, "succeeded"),))
     events = [
@@ -227,23 +213,3 @@ def test_activities_that_overlap_count_once_and_only_within_the_training() -> No
         "first_step": 5.0,
         "data": 6.0,
     }
-
-
-def test_what_was_recorded_beyond_the_duration_is_taken_from_what_is_known_least() -> None:
-    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
-    events = [*training(1, 3, 10), event("finished", 36), event("run_finished", 39)]
-    assert parts(record, events, 40.0) == {"queue": 3.0, "start": 7.0, "training": 26.0, "end": 4.0}
-    assert parts(replace(record, ended_at=iso(35)), events, 35.0) == {"queue": 2.0, "start": 7.0, "training": 26.0}
-    assert parts(replace(record, ended_at=iso(9)), events, 9.0) == {"training": 9.0}
-
-
-def test_a_running_run_ends_now_by_its_clock() -> None:
-    record = RunRecord(started_at=iso(0), attempts=(attempt(1, 3, None, None),))
-    assert parts(record, training(1, 3, 10), 3640) == {"queue": 3, "start": 7, "training": 3630}
-
-
-def test_run_is_timed_by_its_files(tmp_path: Path) -> None:
-    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed"))
-    assert time_use_of(view) is None
-    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", duration_s=7.0))
-    assert time_use_of(view) == TimeUse(queue=7.0)

@@ -21,12 +21,12 @@ WEIGHTS = b"w" * 500
 
 @pytest.fixture
 def registry(tmp_path: Path) -> ModelRegistry:
-    """Six versions: 1 is pinned, 2 has an alias, 3 is the previous champion, 4 the champion."""
+    """Six versions: 1 and 2 have an alias, 3 is the previous champion, 4 the champion."""
     registry = ModelRegistry.open(str(tmp_path / "models"))
     for number in range(1, 7):
         record = VersionRecord("", 0, "", f"run-{number}", "petnames", 1, {}, ())
         assert registry.add_version("names", {"a/weights": WEIGHTS, "run.json": b"{}"}, record).version == number
-    registry.pin("names", 1, pinned=True)
+    registry.set_alias("names", "night", 1)
     registry.set_alias("names", "staging", 2)
     registry.promote("names", 3)
     registry.promote("names", 4)
@@ -43,7 +43,7 @@ def test_newest_versions_and_those_in_use_stay(registry: ModelRegistry, keep: in
     assert (report.removed, report.freed_bytes) == (removed, 502 * len(removed))
     assert numbers(registry) == [number for number in range(1, 7) if number not in removed]
     assert {number: report.kept[number] for number in (1, 2, 3, 4)} == {
-        1: "pinned",
+        1: "night",
         2: "staging",
         3: "previous",
         4: "champion",
@@ -123,7 +123,7 @@ def test_version_that_is_promoted_at_the_same_moment_stays_complete(
     registry.verify(registry.version("names", 5))
 
 
-def test_version_that_is_being_removed_cannot_be_promoted_pinned_or_named(
+def test_version_that_is_being_removed_cannot_be_promoted_or_named(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = registry.version("names", 5)
@@ -133,8 +133,6 @@ def test_version_that_is_being_removed_cannot_be_promoted_pinned_or_named(
     monkeypatch.setattr(ModelRegistry, "verify", lambda self, record: None)
     with pytest.raises(UsageError, match="model names has no version 5 any more: it was removed"):
         registry.promote("names", 5)
-    with pytest.raises(UsageError, match="no version 5 any more"):
-        registry.pin("names", 5, pinned=True)
     with pytest.raises(UsageError, match="no version 5 any more"):
         registry.set_alias("names", "night", 5)
     assert registry.state("names").version_of("champion") == 4

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.config.sections.retraining import KeepConfig
 from ddptrain.driver.control.signals import signals_to
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
@@ -76,22 +75,27 @@ def put(run_id: str, day: int, status: str = "succeeded", name: str = "pets") ->
 def test_versions_and_runs_beyond_keep_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     registry = ModelRegistry.open("models")
-    for day in range(1, 7):
+    for day in range(1, 9):
         put(f"run-{day}", day)
         put(f"bad-{day}", day, "failed")
         record = VersionRecord("", 0, "", f"run-{day}", "petnames", 1, {}, ())
         registry.promote("names", registry.add_version("names", {"w": b"w" * 100}, record).version)
     put("other", 1, name="dogs")
     other = registry.add_version("others", {"w": b"w"}, VersionRecord("", 0, "", "run-1", "petnames", 1, {}, ()))
-    registry.pin("others", other.version, pinned=True)
+    registry.set_alias("others", "night", other.version)
 
-    report = clean_up(registry, "names", KeepConfig(versions=3, runs=2, failed_runs=1), "runs", "pets")
-    assert report.versions.removed == (1, 2, 3) and report.versions.kept.keys() == {4, 5, 6}
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["bad-6", "other", "run-1", "run-5", "run-6"]
-    deleted = ["bad-1", "bad-2", "bad-3", "bad-4", "bad-5", "run-2", "run-3", "run-4"]
+    report = clean_up(registry, "names", 3, "runs", "pets")
+    assert report.versions.removed == (1, 2, 3, 4, 5) and report.versions.kept.keys() == {6, 7, 8}
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "bad-8",
+        "other",
+        "run-1",
+        *(f"run-{n}" for n in range(3, 9)),
+    ]
+    deleted = [*(f"bad-{n}" for n in range(1, 8)), "run-2"]
     assert sorted(report.as_dict()["runs"]) == deleted
-    assert report.summary.startswith("3 versions and 8 runs deleted, ") and report.freed_bytes > 300
-    again = clean_up(registry, "names", KeepConfig(versions=3, runs=2, failed_runs=1), "runs", "pets")
+    assert report.summary.startswith("5 versions and 8 runs deleted, ") and report.freed_bytes > 300
+    again = clean_up(registry, "names", 3, "runs", "pets")
     assert again.summary == "0 versions and 0 runs deleted, 0 B freed"
 
 
@@ -141,18 +145,15 @@ def put_protected_runs(registry: ModelRegistry, run_id: str, status: RetrainStat
     records.update(dataclasses.replace(made, status=status, **fields))  # type: ignore[arg-type]
 
 
-def test_runs_of_versions_with_an_alias_or_a_pin_are_protected(registry: ModelRegistry) -> None:
+def test_runs_of_versions_with_an_alias_are_protected(registry: ModelRegistry) -> None:
     assert protected_runs(registry) == {}
     registry.promote("names", 1)
     registry.promote("names", 2)
     registry.set_alias("names", "staging", 3)
-    registry.pin("names", 3, pinned=True)
-    registry.pin("names", 4, pinned=True)
     assert protected_runs(registry) == {
         "run-1": "previous of names",
         "run-2": "champion of names",
-        "run-3": "staging, pinned of names",
-        "run-4": "pinned of names",
+        "run-3": "staging of names",
     }
 
 

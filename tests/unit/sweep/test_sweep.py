@@ -15,8 +15,8 @@ import pytest
 from ddptrain.config.load import load_config, load_mapping
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
-from ddptrain.results.run_store import NoUpload
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import NoUpload
 from ddptrain.results.sweep_record import TrialState, read_sweep
 from ddptrain.sweep.home import check_same
 from ddptrain.sweep.output import summary_lines, trial_line

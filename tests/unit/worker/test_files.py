@@ -175,7 +175,7 @@ WRITES = """
 import os, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-from ddptrain.rank.lifecycle import StackWriter
+from ddptrain.rank.failure import StackWriter
 
 def wait():
     print("up", flush=True)

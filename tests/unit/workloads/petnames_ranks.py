@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.context import PreemptedExit, RankContext
+from ddptrain.rank.agreement import Agreement, PreemptedExit
+from ddptrain.rank.context import RankContext
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.warmup import import_everything
 from ddptrain.workloads.data_shards import RankShare
@@ -37,7 +38,8 @@ class WatchedContext(RankContext):
     def __init__(self, spec: RankSpec, folder: Path, stop_after: int | None) -> None:
         (folder / f"staging-{spec.rank}").mkdir()
         self._events = (folder / f"events-{spec.rank}").open("ab", buffering=0)
-        super().__init__(spec, Emitter(self._events.fileno()), torch.device("cpu"))
+        self._asked = Agreement(spec)
+        super().__init__(spec, Emitter(self._events.fileno()), torch.device("cpu"), self._asked)
         self.logged: list[dict[str, Any]] = []
         self.progressed: list[tuple[float, float | None, str]] = []
         self._folder, self._calls_left = folder, stop_after
@@ -57,7 +59,7 @@ class WatchedContext(RankContext):
         if self._calls_left is not None:
             self._calls_left -= 1
             if self._calls_left == 0:
-                self._calls.tell_to_end()
+                self._asked.end()
         return super().checkpoint(**what)
 
     def hand_over(self) -> None:

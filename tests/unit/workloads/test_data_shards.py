@@ -141,18 +141,6 @@ def test_names_of_another_source_are_all_used(tmp_path: Path) -> None:
     assert told["n"] == 2 and names.read_names(tmp_path / "a") == ["luna", "rex"]
 
 
-def test_names_of_the_source_of_the_training_have_any_usual_length(tmp_path: Path) -> None:
-    long = "a" * 1000
-    (tmp_path / "own.txt").write_text(f"Rex\n{long}\nLuna\nRex\n{long}b")
-    params = {
-        "names": str(tmp_path / "own.txt"),
-        "unique": False,
-        "max_name_length": 1000,
-    }
-    told = prepared(names, tmp_path / "a", data=params["names"], params=params)
-    assert told["n"] == 3 and names.read_names(tmp_path / "a") == [long, "luna", "rex"]
-
-
 @pytest.mark.parametrize(
     ("held_out", "message"), [([], "held out no names"), ("rex", "held out no names"), ([3], "held out no names")]
 )
@@ -190,7 +178,7 @@ def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Pa
         (tmp_path / "own" / name).mkdir(parents=True)
         for number in range(count):
             (tmp_path / "own" / name / f"{number}.png").write_bytes(picture(name))
-    params = {"subset": 1, "train_pct": 0.5, "downsample_to": 0.5}
+    params = {"subset": 1, "train_pct": 0.5}
     told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
     assert told["n"] == 5
     manifest = images.evaluated_only(Manifest.read(tmp_path / "a"))

@@ -56,7 +56,6 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "batch_size": 3,
         "augmentation": "none",
         "loader_workers": 0,
-        "examples_every": 2,
         "base_lr": 0.01,
         "train_pct": 0.7,
         "epochs": 2,
@@ -73,7 +72,6 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "base_lr": 1e-9,
         "weights": str(root / "five.safetensors"),
         "label_map": str(root / "labels.json"),
-        "predictions": "csv",
     }
     return [
         {"inputs": "some-inputs", "params": uneven},
@@ -327,7 +325,7 @@ def test_progress_ends_at_the_total(runs: Path) -> None:
 
 def test_rank_0_makes_pictures_of_examples_with_what_they_are_taken_for(runs: Path) -> None:
     first, second = ranks_of(runs, 2, STRAIGHT)
-    assert [step for step, _, _ in first["pictures"]] == [2, 4, 6, 8, 10, 12]
+    assert [step for step, _, _ in first["pictures"]] == [1, 5, 9]
     step, shape, caption = first["pictures"][0]
     assert shape == [3, 8, 8 * len(first["images"][step - 1])]
     assert len(caption.split(", ")) == len(first["images"][step - 1])

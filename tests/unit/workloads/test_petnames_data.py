@@ -260,10 +260,6 @@ def test_blank_and_stop_are_not_characters_of_a_name() -> None:
     assert foreign_characters("*a+") == "*+"
 
 
-def test_repeats_stay_when_asked_for() -> None:
-    assert clean_names(["luna", "Luna"], unique=False).names == ("luna", "luna")
-
-
 @pytest.mark.parametrize(
     ("file_name", "content"),
     [("names.json", '["Luna", "Max", null]'), ("names.txt", "\ufeffLuna\r\nMax\n\n"), ("N.TXT", "Luna\nMax")],
@@ -324,13 +320,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             {"names": "names.txt", "val_fraction": 0.9},
             "params.val_fraction 0.9 of 1 distinct name leaves nothing to train on: ",
         ),
-        ({"max_name_length": 1}, "no usable name: .* from builtin"),
+        ({"names": "long.txt"}, "no usable name: .* from long.txt"),
     ],
 )
 def test_what_no_rank_could_train_on_is_told_in_one_line_without_what_led_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, object], message: str
 ) -> None:
     (tmp_path / "names.txt").write_text("luna\n")
+    (tmp_path / "long.txt").write_text("a" * 65)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message) as caught:
         check(params, tmp_path / "inputs", pytest.fail)

@@ -68,7 +68,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str,
             image.putdata([(chance.randint(0, 255), 90 if name == "cat" else 0, 9) for _ in range(64)])
             image.save(tmp_path / "source" / name / f"{number}.png")
     params: dict[str, Any] = {"source": str(tmp_path / "source"), "architecture": "small_cnn", "image_size": 8}
-    params |= {"loader_workers": 0, "train_pct": 1.0, "epochs": 2, "examples_every": 0, "base_lr": 0.01}
+    params |= {"loader_workers": 0, "train_pct": 1.0, "epochs": 2, "base_lr": 0.01}
     inputs = tmp_path / "inputs"
     inputs.mkdir()
     prepare(params, inputs, lambda _: None)

@@ -76,7 +76,7 @@ def evaluated_params(params: ImagesParams, data: str | None) -> ImagesParams:
 
 def _listed(params: ImagesParams, data: str, tell: Callable[[str], None]) -> Manifest:
     """Return a manifest that holds out the val folder of a split source, or else nothing: then all images count."""
-    whole = {"train_pct": 1.0, "downsample_to": 1.0, "subset": None}
+    whole = {"train_pct": 1.0, "subset": None}
     settings = evaluated_params(params, data).model_copy(update=whole)
     location = Location.of(data, settings.source_options, "--data")
     return make_manifest(find_source(location, settings, tell), settings, location)

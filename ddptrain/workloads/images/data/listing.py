@@ -208,7 +208,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     classes = chosen_classes(sorted(listing.by_class), params.subset, where)
     if len(classes) < 2:
         raise UsageError(_too_few(listing, classes, where, location.setting, depth=2 if source.is_split else 1))
-    used, val_keys = _sampled(listing, classes, params), set[str]()
+    used, val_keys = _by_key(listing, classes), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
         _, val_keys = split(
@@ -217,7 +217,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     else:
         val_where = source.val_location.description if source.val_location else inside.format(_VAL)
         check_classes_agree(listing.by_class.keys(), classes, source.val.by_class.keys(), val_where)
-        val = _sampled(source.val, classes, params)
+        val = _by_key(source.val, classes)
     chosen = [(item, label, False) for label, name in enumerate(classes) for item in used[name]]
     chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
     is_val = [is_held or item.key in val_keys for item, _, is_held in chosen]
@@ -253,13 +253,8 @@ def check_classes_agree(train: AbstractSet[str], used: Sequence[str], val: Abstr
         )
 
 
-def _sampled(listing: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
-    """Return the selected images of each class, ordered by key."""
-    items = {item.key: item for name in classes for item in listing.by_class[name]}
-    keys = sample(
-        {name: [item.key for item in listing.by_class[name]] for name in classes}, params.downsample_to, params.seed
-    )
-    return {name: [items[key] for key in keys[name]] for name in classes}
+def _by_key(listing: SourceListing, classes: Sequence[str]) -> dict[str, list[Listed]]:
+    return {name: sorted(listing.by_class[name], key=lambda item: item.key) for name in classes}
 
 
 def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, where: str) -> list[str]:
@@ -344,7 +339,7 @@ def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
         "source": location.description,
         "subset": subset,
         "train_pct": params.train_pct,
-        "downsample_to": params.downsample_to,
+        "downsample_to": 1.0,  # as in manifests of earlier versions, which stay valid
         "seed": params.seed,
     }
     if params.val_source is not None:  # absent otherwise, so that manifests of earlier versions stay valid
@@ -368,16 +363,6 @@ def _summary(manifest: Manifest) -> str:
     return f"{of}: {len(manifest.train):,} to train on, {val} to validate with"
 
 
-def sample(by_class: Mapping[str, Sequence[str]], share: float, seed: int) -> dict[str, list[str]]:
-    """Return the selected keys of each class, sorted: `share` of all keys, rounded, and at least one per class.
-
-    The selection depends only on the seed and the set of keys.
-    """
-    if share >= 1.0:
-        return {name: sorted(keys) for name, keys in by_class.items()}
-    return {name: sorted(kept) for name, (kept, _) in _parted(by_class, share, seed, "sample").items()}
-
-
 def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) -> tuple[set[str], set[str]]:
     """Return the keys for training and those for validation: at least one key of each class is for training.
 
@@ -386,39 +371,32 @@ def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) 
     """
     if train_share >= 1.0:
         return {key for keys in by_class.values() for key in keys}, set()
-    parts = _parted(by_class, train_share, seed, "split").values()
-    return {key for train, _ in parts for key in train}, {key for _, val in parts for key in val}
-
-
-def _parted(
-    by_class: Mapping[str, Sequence[str]], share: float, seed: int, purpose: str
-) -> dict[str, tuple[list[str], list[str]]]:
-    """Return each class's keys in two parts; `share` of them are in the first."""
-    sizes = _sizes({name: len(keys) for name, keys in by_class.items()}, share, seed, purpose)
-    parts = {}
+    sizes = _sizes({name: len(keys) for name, keys in by_class.items()}, train_share, seed)
+    train, val = set[str](), set[str]()
     for name, keys in by_class.items():
-        drawn = _drawn(keys, seed, purpose)
-        parts[name] = drawn[: sizes[name]], drawn[sizes[name] :]
-    return parts
+        drawn = _drawn(keys, seed)
+        train.update(drawn[: sizes[name]])
+        val.update(drawn[sizes[name] :])
+    return train, val
 
 
-def _sizes(totals: Mapping[str, int], share: float, seed: int, purpose: str) -> dict[str, int]:
-    """Return the size of each class's first part, by the largest remainder, so that the sum is exact; at least 1."""
+def _sizes(totals: Mapping[str, int], share: float, seed: int) -> dict[str, int]:
+    """Return how many of each class train, by the largest remainder, so that the sum is exact; at least 1."""
     exact = {name: total * share for name, total in totals.items()}
     sizes = {name: int(exact[name]) for name in totals}
     missing = round(sum(totals.values()) * share) - sum(sizes.values())
-    drawn = {name: position for position, name in enumerate(_drawn(totals, seed, purpose))}
+    drawn = {name: position for position, name in enumerate(_drawn(totals, seed))}
     by_remainder = sorted(totals, key=lambda name: (sizes[name] - exact[name], drawn[name]))
     for name in by_remainder[: max(0, missing)]:
         sizes[name] += 1
     return {name: min(totals[name], max(1, size)) for name, size in sizes.items()}
 
 
-def _drawn(names: Iterable[str], seed: int, purpose: str) -> list[str]:
+def _drawn(names: Iterable[str], seed: int) -> list[str]:
     """Return the names in a pseudo-random order that depends only on the seed: the order of their hashes."""
 
     def ticket(name: str) -> tuple[bytes, str]:
-        text = f"{purpose}/{seed}/{name}".encode(errors="surrogatepass")
+        text = f"split/{seed}/{name}".encode(errors="surrogatepass")
         return hashlib.blake2b(text, digest_size=8).digest(), name
 
     return sorted(names, key=ticket)

@@ -176,7 +176,7 @@ class ProcessDecodePool:
         is_killed = dead.end.endswith("SIGKILL")
         memory = "; the system may have been out of memory" if is_killed else ""
         problem = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.end}{memory}"
-        hint = "lower params.loader_workers, params.prefetch or params.requests"
+        hint = "lower params.loader_workers, params.batch_size or params.requests"
         if self._deaths_in_a_row[place] > _MOST_DEATHS_IN_A_ROW:
             n = self._deaths_in_a_row[place]
             raise DecodeProcessLost(f"{problem}, {n} in a row without an image: {hint}, or see its output above")

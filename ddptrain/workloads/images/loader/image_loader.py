@@ -20,7 +20,7 @@ from ddptrain.storage.store import Location
 from ddptrain.workloads.data_shards import plan_epoch, plan_validation
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.bad_images import BadImages
-from ddptrain.workloads.images.loader.batcher import READY, Batch, Batcher, BatchStream
+from ddptrain.workloads.images.loader.batcher import Batch, Batcher, BatchStream
 from ddptrain.workloads.images.loader.decode_client import AHEAD
 from ddptrain.workloads.images.loader.decode_pool import (
     DecodePool,
@@ -168,9 +168,9 @@ class ImageLoader:
         cache = settings.cache
         size = settings.image_size
         readers = math.ceil(settings.requests / max(1, processes))
-        # Complete batches that wait for the training are not in slots.
+        # The next two batches; complete ones, which wait for the training, are not in slots.
         batch = self._step_images
-        wanted = max(batch * max(1, settings.prefetch - READY), settings.requests + AHEAD * processes)
+        wanted = max(2 * batch, settings.requests + AHEAD * processes)
         slots = max(batch, min(wanted + batch, _MOST_PIXEL_BYTES // (size * size * 3)))
         return DecodeSetup(
             url=location.url,

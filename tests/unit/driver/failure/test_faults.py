@@ -218,15 +218,16 @@ def test_success_and_signals_are_the_end() -> None:
     assert after(policy, AttemptEnd([], None, 15, "the driver was sent SIGTERM")) == NoRestart()
 
 
-def test_pauses_double_until_the_budget_is_spent() -> None:
-    policy = restarts(max_restarts=2, backoff_s=0.5)
-    assert after(policy, failed(), 1) == Restart(0.5, "restart 1 of 2")
-    assert after(policy, failed(), 2) == Restart(1.0, "restart 2 of 2")
-    assert after(policy, failed(), 3) == NoRestart()
+def test_first_restart_is_at_once_and_pauses_double_until_the_budget_is_spent() -> None:
+    policy = restarts(max_restarts=3)
+    assert after(policy, failed(), 1) == Restart(0.0, "restart 1 of 3")
+    assert after(policy, failed(), 2) == Restart(1.0, "restart 2 of 3")
+    assert after(policy, failed(), 3) == Restart(2.0, "restart 3 of 3")
+    assert after(policy, failed(), 4) == NoRestart()
 
 
 def test_pause_has_an_end() -> None:
-    policy = restarts(max_restarts=1000, backoff_s=1.0)
+    policy = restarts(max_restarts=1000)
     pauses = [after(policy, failed(), step) for step in range(1000)]
     assert pauses[-1] == Restart(60.0, "restart 1000 of 1000")
 
@@ -235,9 +236,9 @@ def test_pause_has_an_end() -> None:
     "outcome", [failed(FaultKind.WORKER_LOST), AttemptEnd([], None, None, "rank 1 was sent SIGTERM")]
 )
 def test_losses_have_a_budget_of_their_own_and_then_take_of_the_other(outcome: AttemptEnd) -> None:
-    policy = restarts(max_restarts=1, max_losses=1, backoff_s=1.0)
-    assert after(policy, outcome) == Restart(1.0, "loss 1 of 1")
-    assert after(policy, outcome) == Restart(2.0, "restart 1 of 1")
+    policy = restarts(max_restarts=1, max_losses=1)
+    assert after(policy, outcome) == Restart(0.0, "loss 1 of 1")
+    assert after(policy, outcome) == Restart(1.0, "restart 1 of 1")
     assert after(policy, outcome) == NoRestart()
 
 
@@ -258,24 +259,6 @@ def test_same_failure_later_on_is_bad_luck() -> None:
     assert isinstance(after(policy, failed(message="other"), 8), Restart)
 
 
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        (failed(FaultKind.EXIT, status=42), "42"),
-        (failed(type="ValueError"), "ValueError"),
-        (failed(type="OutOfMemoryError"), "torch.OutOfMemoryError"),
-        (failed(type="Outer.Inner"), "Inner"),
-        (failed(type="KeyError"), ""),
-        (failed(FaultKind.EXIT, status=43), ""),
-        (failed(type=""), ""),
-    ],
-)
-def test_failures_that_are_named_are_final(fault: AttemptEnd, named: str) -> None:
-    policy = restarts(max_restarts=1, no_restart=[42, "ValueError", "torch.OutOfMemoryError", "Inner"])
-    expected = NoRestart(f"failure.no_restart names {named}") if named else Restart(1.0, "restart 1 of 1")
-    assert after(policy, fault) == expected
-
-
 def test_full_disk_and_a_lost_scheduler_are_final() -> None:
     policy = restarts(max_restarts=1, max_losses=1)
     assert after(policy, failed(FaultKind.RESULTS)) == NoRestart("a restart would fail in the same way")
@@ -293,7 +276,7 @@ def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:
     lost = ClusterError("another driver has the run")
     fault = Fault(0, FaultKind.WORKER_LOST, 0, "gone")
     assert after(policy, AttemptEnd([], fault, None, "a host goes", lost)) == NoRestart()
-    assert after(policy, AttemptEnd([], fault, None, "a host goes")) == Restart(1.0, "loss 1 of 9")
+    assert after(policy, AttemptEnd([], fault, None, "a host goes")) == Restart(0.0, "loss 1 of 9")
 
 
 @pytest.mark.parametrize(
@@ -308,10 +291,10 @@ def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:
 )
 def test_failure_is_the_same_if_line_traceback_and_step_are(second: dict[str, Any], step: int, is_same: bool) -> None:
     policy = restarts(max_restarts=9)
-    assert after(policy, failed(traceback="at line 7", message="boom"), 5) == Restart(1.0, "restart 1 of 9")
+    assert after(policy, failed(traceback="at line 7", message="boom"), 5) == Restart(0.0, "restart 1 of 9")
     answer = after(policy, failed(**{"message": "boom", **second}), step)
     reason = "the same failure at the same step twice in a row is a mistake in the code"
-    assert answer == (NoRestart(reason) if is_same else Restart(2.0, "restart 2 of 9"))
+    assert answer == (NoRestart(reason) if is_same else Restart(1.0, "restart 2 of 9"))
 
 
 def test_loss_between_two_equal_failures_does_not_make_them_different() -> None:

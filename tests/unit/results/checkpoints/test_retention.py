@@ -13,9 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from ddptrain.errors import UsageError
-from ddptrain.protocol.tensor_slices import SavedTensor, saved_model, slice_metadata
-from ddptrain.results.checkpoints import consolidation
-from ddptrain.results.checkpoints.consolidation import consolidate, row_blocks, split_tensors
+from ddptrain.protocol.tensor_slices import saved_model, slice_metadata
+from ddptrain.results.checkpoints.consolidation import consolidate
 from ddptrain.results.checkpoints.run_checkpoints import (
     CheckpointPolicy,
     Saved,
@@ -58,11 +57,6 @@ def test_best_checkpoint_is_finite_if_there_is_one() -> None:
     for saved, best in (([broken, good], good), ([broken], broken)):
         found = best_checkpoint(saved, CheckpointPolicy())
         assert found is not None and found.step == best.step
-
-
-@pytest.mark.parametrize("metrics", [None, {}, {"x": 1.0}, {"val/loss": NAN}])
-def test_no_checkpoint_is_the_best_without_a_value(metrics: dict[str, float] | None) -> None:
-    assert best_checkpoint([] if metrics is None else [Saved(1, metrics)], CheckpointPolicy()) is None
 
 
 def test_no_checkpoint_is_the_best_without_a_metric() -> None:
@@ -158,24 +152,6 @@ def test_large_models_have_several_files_and_an_index(checkpoint: Path, tmp_path
     verify(tmp_path / "out")
 
 
-def test_tensors_are_copied_in_blocks_of_rows(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consolidation, "_CHUNK_BYTES", 50)  # three rows of 16 bytes
-    consolidate(checkpoint, tmp_path / "out")
-    assert np.array_equal(load_file(tmp_path / "out" / "model.safetensors")["w"], WHOLE)
-    blocks = list(row_blocks(SavedTensor("F32", (10, 4), ())))
-    assert blocks == [((0, 0), (3, 4)), ((3, 0), (3, 4)), ((6, 0), (3, 4)), ((9, 0), (1, 4))]
-    assert list(row_blocks(SavedTensor("F32", (2, 99), ()))) == [((0, 0), (1, 99)), ((1, 0), (1, 99))]
-    assert list(row_blocks(SavedTensor("F32", (), ()))) == [((), ())]
-    assert list(row_blocks(SavedTensor("F32", (0, 4), ()))) == []
-
-
-def test_a_tensor_above_the_limit_has_a_file_of_its_own() -> None:
-    tensors = {name: SavedTensor("U8", (size,), ()) for name, size in {"a": 3, "b": 20, "c": 4, "d": 6}.items()}
-    assert split_tensors(tensors, 10) == [["a"], ["b"], ["c", "d"]]
-
-
 def test_damaged_checkpoint_is_named_and_nothing_is_written(checkpoint: Path, tmp_path: Path) -> None:
     file = checkpoint / "model.rank-1.safetensors"
     os.chmod(file, 0o644)
@@ -194,13 +170,3 @@ def test_folder_that_exists_is_not_touched(checkpoint: Path, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't write the checkpoint to"):
         consolidate(checkpoint, tmp_path / "file" / "out")
-
-
-def test_failed_write_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(consolidation, "publish", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        consolidate(checkpoint, tmp_path / "out")
-    assert not [path for path in tmp_path.iterdir() if "out" in path.name]

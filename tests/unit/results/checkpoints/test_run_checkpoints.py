@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, StagedFile
+from ddptrain.protocol.events import CheckpointPart, CheckpointSaved
 from ddptrain.results import staged_files
-from ddptrain.results.checkpoints import run_checkpoints
-from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
-from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified, read_manifest
-from ddptrain.results.errors import CheckpointDamaged, UnsafePath
-from ddptrain.results.run_record import BestRecord
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import newest_verified, read_manifest
+from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.run_writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
@@ -52,14 +50,6 @@ def test_a_checkpoint_comes_home_whole_with_its_manifest(writer: RunWriter, stag
     assert names(writer) == {"step-10", "latest", "best"}
     assert not folder.exists()
     assert writer.record.checkpoints == ("step-10",)
-
-
-def test_a_checkpoint_of_another_file_system_is_copied(
-    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
-    home = save(writer, stage, 1, 1.0)
-    assert (home / "model.safetensors").read_bytes() == b"w" * 1000
 
 
 def test_the_newest_and_the_best_stay_and_older_ones_go(writer: RunWriter, stage: Stage) -> None:
@@ -111,21 +101,6 @@ def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, st
         assert names(resumed) == {"step-1", "step-2", "latest", "best"}
         save(resumed, stage, 1, math.nan, policy)  # judged anew, and found to be no good
         assert pointer(resumed, "best") == "step-2\n"
-
-
-@pytest.mark.parametrize(("mode", "best"), [("min", BestRecord("val/loss", "min", 1.0, 9)), ("max", None)])
-def test_restored_checkpoints_are_judged_at_once(tmp_path: Path, mode: str, best: BestRecord | None) -> None:
-    shelf = RunCheckpoints(tmp_path)
-    losses = {8: 3.0, 9: 1.0, 10: 2.0}
-    there = [VerifiedCheckpoint(tmp_path, step, None, 1, {"val/loss": loss}, ()) for step, loss in losses.items()]
-    shelf.restore(there, CheckpointPolicy(keep=1, mode=mode))  # type: ignore[arg-type]
-    assert shelf.best == (best or BestRecord("val/loss", "max", 3.0, 8))
-    assert (tmp_path / "best").read_text() == ("step-9\n" if best else "step-8\n")
-    assert (tmp_path / "latest").read_text() == "step-10\n"
-    assert shelf.names == ("step-10", "step-9", "step-8")
-    empty = RunCheckpoints(tmp_path)
-    empty.restore([], CheckpointPolicy())
-    assert empty.best is None and os.listdir(tmp_path) == [], "without checkpoints there are no pointers"
 
 
 def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
@@ -183,39 +158,6 @@ def test_a_listed_file_that_is_a_link_is_not_followed(stage: Stage, tmp_path: Pa
             staged_files.move_in([staged_files.StagedMove(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
 
 
-@pytest.mark.parametrize("files", [(), (StagedFile("a", 0, ""), StagedFile("a", 0, ""))])
-def test_a_list_of_no_files_or_of_one_twice_is_refused(
-    writer: RunWriter, stage: Stage, files: tuple[StagedFile, ...]
-) -> None:
-    event, folder = stage(1)
-    with pytest.raises(CheckpointDamaged, match="lists"):
-        writer.adopt_checkpoint(0, dataclasses.replace(event, files=files), folder, POLICY)
-
-
-def test_a_negative_step_is_refused(writer: RunWriter, stage: Stage) -> None:
-    event, folder = stage(1)
-    with pytest.raises(UnsafePath, match="step"):
-        writer.adopt_checkpoint(0, dataclasses.replace(event, step=-1), folder, POLICY)
-
-
-@pytest.mark.parametrize("stop_at", ["move_in", "write_file", "sync_folder", "_publish"])
-def test_an_interruption_on_the_way_home_leaves_no_half_checkpoint(
-    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch, stop_at: str
-) -> None:
-    save(writer, stage, 1, 1.0)
-    before = writer.layout.run_json.read_bytes()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_checkpoints, stop_at, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save(writer, stage, 2, 0.5)
-    assert names(writer) == {"step-1", "latest", "best"}
-    assert (pointer(writer, "latest"), pointer(writer, "best")) == ("step-1\n", "step-1\n")
-    assert writer.layout.run_json.read_bytes() == before
-
-
 def test_files_of_all_ranks_become_one_checkpoint(writer: RunWriter, stage: Stage) -> None:
     event, folder = stage(10, contents={"model.rank-0.safetensors": b"a", "state.pt": b"s"})
     other, there = stage(10, contents={"model.rank-1.safetensors": b"b"})
@@ -245,15 +187,3 @@ def test_no_checkpoint_is_added_if_the_part_of_a_rank_is_damaged(writer: RunWrit
         writer.adopt_checkpoint(0, whole, folder, POLICY, [there])
     assert names(writer) == set()
     assert (folder / "state.pt").exists()
-
-
-def test_manifest_has_exactly_what_readers_need(writer: RunWriter, stage: Stage) -> None:
-    writer.update(world_size=2, versions={"torch": "2.6"})
-    home = save(writer, stage, 10, 1.5)
-    text = (home / "checkpoint.json").read_text()
-    manifest = json.loads(text)
-    assert text == json.dumps(manifest, indent=2) + "\n"
-    assert list(manifest) == ["schema", "step", "epoch", "metrics", "finite", "world_size", "versions", "files"]
-    assert (manifest["world_size"], manifest["versions"]) == (2, {"torch": "2.6"})
-    assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "state.pt"]
-    assert list(manifest["files"][0]) == ["name", "size_bytes", "sha256"]

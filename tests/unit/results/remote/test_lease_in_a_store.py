@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.results.remote.uploader import Uploader
 from ddptrain.storage.remote_folder import RemoteFolder
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
@@ -144,10 +145,10 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     root.mkdir()
     (root / "notes").write_text("first")
     (root / "run.json").write_text("{}")
-    uploads = StoreUpload(replace(store, guard=owner.assure), root)
+    uploads = Uploader(replace(store, guard=owner.assure), root)
     uploads.listen(lambda text: None, lost.append)
     owner.keep(uploads.lose)
-    with uploads:
+    with closing(uploads):
         uploads.begin()
         assert uploads.flush(PATIENCE_S) == ""
         assert store.read("notes") == b"first"
@@ -165,23 +166,6 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
         owner.assure()
     owner.release()
     assert (there(store).token, there(store).released) == (heir.claim.token, False)
-
-
-def test_owner_whose_answer_was_lost_still_has_the_lock(store: RemoteFolder) -> None:
-    owner = StoreLock(store)
-    owner.take()
-    assert owner._last_written is not None
-    before = owner._last_written
-    owner._renew()
-    owner._last_written = before  # as if the answer to the renewal had never come
-    owner._renew()
-    store.remove(LOCK)
-    owner._renew()
-    assert there(store).token == owner.claim.token
-    owner.release(forget=True)
-    assert store.read(LOCK) is None
-    with pytest.raises(RunLocked):
-        owner.assure()
 
 
 def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,9 @@ from obstore.exceptions import PermissionDeniedError
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results.annotations import Annotations, read_annotations
-from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
-from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run
-from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns, NeededFiles, StoreRuns, fetch_config, open_runs_dir, split_run
 from ddptrain.results.show.log_follower import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError, StoreForbidden
@@ -72,7 +70,7 @@ def test_runs_are_listed_by_their_records_alone(runs: StoreRuns) -> None:
     views = runs.list()
     assert {view.run_id: view.status for view in views} == {"a-1": "succeeded", "b-2": "failed"}
     assert views[0].as_dict()["run_dir"] == f"{runs.store.url}/{views[0].run_id}"
-    assert files_of(views[0].layout.root) == {"run.json", ".store.json", ".fetched.json"}
+    assert files_of(views[0].layout.root) == {"run.json", ".store.json"}
     for path in runs.store.files("a-1"):
         runs.store.remove(path)
     assert [view.run_id for view in runs.list()] == ["b-2"]
@@ -120,7 +118,7 @@ def test_unknown_run_is_told_with_the_address(runs: StoreRuns) -> None:
 
 
 def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.results.remote.runs._FOLLOW_EVERY_S", 0.0)
+    monkeypatch.setattr("ddptrain.results.runs._FOLLOW_EVERY_S", 0.0)
     run = put_run(runs, "a-1", status="running")
     hold(run)
     view = runs.find("a-1", NeededFiles.LOGS)
@@ -221,50 +219,6 @@ def test_exact_run_comes_with_the_files_that_are_needed_and_leaves_other_copies(
     assert runs.find_exact("a", NeededFiles.LOGS) is None
 
 
-FILES = (
-    "config.yaml",
-    "git.diff",
-    "metrics.jsonl",
-    "events.jsonl",
-    "system.jsonl",
-    "logs/rank-1.log",
-    "logs/rank-11.log",
-    "logs/ddptrain.log",
-    "artifacts/a.json",
-    "artifacts/a.PNG",
-    "artifacts/a.bin",
-    "inputs/b.json",
-    "inputs/b.csv",
-    "tracking/wandb/links.json",
-    "tracking/wandb/other.json",
-)
-EACH_TIME = "tracking/wandb/links.json"
-
-
-@pytest.mark.parametrize(
-    ("need", "rank", "wanted"),
-    [
-        (NeededFiles.NOTHING, None, ""),
-        (NeededFiles.METRICS, None, "metrics.jsonl system.jsonl"),
-        (NeededFiles.LOGS, None, "logs/rank-1.log logs/rank-11.log logs/ddptrain.log"),
-        (NeededFiles.LOGS, 1, "logs/rank-1.log"),
-        (NeededFiles.EVENTS, None, "events.jsonl system.jsonl"),
-        (NeededFiles.COMPARISON, None, "config.yaml metrics.jsonl events.jsonl system.jsonl inputs/b.json"),
-        (
-            NeededFiles.REPORT,
-            None,
-            (
-                "config.yaml git.diff metrics.jsonl events.jsonl system.jsonl logs/rank-1.log logs/rank-11.log "
-                "artifacts/a.json artifacts/a.PNG"
-            ),
-        ),
-        (NeededFiles.MODEL, None, "config.yaml artifacts/a.json inputs/b.json"),
-    ],
-)
-def test_a_command_gets_the_files_that_it_needs_and_no_others(need: NeededFiles, rank: int | None, wanted: str) -> None:
-    assert [path for path in FILES if runs_module._is_needed(path, need, rank)] == [*wanted.split(), EACH_TIME]
-
-
 def test_run_to_resume_is_chosen_among_copies_that_have_its_configuration(runs: StoreRuns) -> None:
     put_run(runs, "a-1", started_at="2025-01-01T00:00:00Z")
     put_run(runs, "b-2", started_at="2025-01-02T00:00:00Z")
@@ -309,7 +263,7 @@ def test_tags_and_note_are_changed_in_the_store_and_in_the_copy(runs: StoreRuns)
     assert runs.annotate("a-1", lambda before: before.with_tags(["good"])).tags == ("good",)
     assert runs.annotate("a-1", lambda before: dataclasses.replace(before, note="why")) == Annotations(("good",), "why")
     assert Annotations.parse(runs.store.read("a-1/annotations.json")) == Annotations(("good",), "why")
-    assert read_annotations(runs.copies / "a-1") == Annotations(("good",), "why")
+    assert runs.find("a-1").annotations == Annotations(("good",), "why")
 
 
 def test_run_of_this_machine_is_annotated_in_its_folder(runs: StoreRuns, tmp_path: Path) -> None:

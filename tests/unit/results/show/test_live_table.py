@@ -96,13 +96,6 @@ def test_live_output_needs_a_notebook() -> None:
         ddptrain.launch("petnames", output="live")
 
 
-def test_terminal_of_ipython_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    ipython = ModuleType("IPython")
-    vars(ipython)["get_ipython"] = SimpleNamespace
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    assert not in_notebook()
-
-
 def test_table_has_the_end_and_escapes_texts(tmp_path: Path) -> None:
     record = RunRecord(
         run_id="r-1",
@@ -120,9 +113,3 @@ def test_table_has_the_end_and_escapes_texts(tmp_path: Path) -> None:
     assert "<td>loss 0.2 at step 7</td>" in page
     assert "<td>rank 1 on h: ValueError: &lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "\x1b" not in page and "<script>" not in page and "more" not in page
-
-
-def test_run_is_shown_by_notebooks(tmp_path: Path) -> None:
-    (tmp_path / "r-2").mkdir()
-    (tmp_path / "r-2" / "run.json").write_text('{"run_id": "r-2", "status": "succeeded", "exit_code": 0}')
-    assert "<td>succeeded (exit code 0)</td>" in Run("r-2", str(tmp_path / "r-2"))._repr_html_()

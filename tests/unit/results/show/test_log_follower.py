@@ -147,22 +147,3 @@ def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int 
     log.symlink_to("/etc/hosts")
     with pytest.raises(ResultsError, match=rf"^cannot read {re.escape(str(log))}: Too many levels of symbolic links"):
         list(LogCursor(log, lines).read())
-
-
-def test_carriage_return_leaves_what_a_shorter_text_does_not_cover() -> None:
-    assert final_text("abcdef\rxy\r1") == "1ycdef"
-
-
-def test_run_without_logs_says_so(tmp_path: Path) -> None:
-    view = view_of(tmp_path)
-    assert list(show_logs(view)) == []
-    with pytest.raises(RunNotFound, match=r"^run r has no log of rank 0; it has no logs$"):
-        list(show_logs(view, rank=0))
-
-
-def test_logs_of_a_run_with_fewer_known_ranks_than_logs_have_a_prefix(tmp_path: Path) -> None:
-    view = view_of(tmp_path, 1, rank0=b"a\n", rank1=b"b")
-    assert list(show_logs(view)) == ["[rank 0] a", "[rank 1] b"]
-    assert list(show_logs(view, lines=0)) == []
-    one = view_of(tmp_path / "one", 2, rank0=b"a\n")
-    assert list(show_logs(one)) == ["[rank 0] a"] and list(show_logs(one, rank=0)) == ["a"]

@@ -20,11 +20,9 @@ from ddptrain.results.run_record import (
     RunRecord,
 )
 from ddptrain.results.selection import Field, RunFields
-from ddptrain.results.show import render
 from ddptrain.results.show.explanation import explain_run
 from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections
 from ddptrain.results.tracker_records import wandb_parts
-from ddptrain.text_tables import number, plain_sections
 
 # --- render ---
 
@@ -61,13 +59,6 @@ def test_a_folder_of_many_artifacts_is_one_line(tmp_path: Path) -> None:
     assert list(told) == [*few, ("many/", "9 files, 72 B"), ("names.json", "8 B")]
 
 
-def test_a_row_tells_the_failure_before_the_best(tmp_path: Path) -> None:
-    failure = FailureRecord(1, "h", "exception", "ValueError", "no such name\nat all " + "x" * 200)
-    record = RunRecord(run_id="r", status="failed", failure=failure, best=BestRecord("val/loss", "min", 1.0, 3))
-    (row,) = rows([RunView(RunLayout(tmp_path), record)])
-    assert row[-1] == "rank 1: ValueError: no such name"
-
-
 def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path: Path) -> None:
     folder = tmp_path / ("long-" * 20)
     folder.mkdir()
@@ -87,14 +78,6 @@ def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path:
 )
 def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, result: str) -> None:
     assert rows([RunView(RunLayout(tmp_path), record)])[0][-1] == result
-
-
-def test_empty_parts_are_left_out_and_long_values_indented(tmp_path: Path) -> None:
-    failure = FailureRecord(message="no", traceback="one\ntwo\n")
-    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", failure=failure))
-    text = plain_sections(sections(view))
-    assert "  cause      no\n  traceback  one\n             two" in text
-    assert "artifacts" not in text and "best" not in text
 
 
 def test_running_run_tells_its_driver_its_attempt_and_where_the_driver_prints(tmp_path: Path) -> None:
@@ -166,14 +149,6 @@ def test_parts_that_are_kept_elsewhere_are_looked_for_in_their_folder_and_not_al
     assert len(wandb_parts(view.layout, RunRecord(run_id="r", tracking=both))) == 1
 
 
-def test_link_that_ranks_share_is_shown_once_beside_those_of_their_own_runs(tmp_path: Path) -> None:
-    view = tracked_run(tmp_path)
-    shared = {"id": "w1", "mode": "shared", "url": "https://w/w1"}
-    view = RunView(view.layout, RunRecord(run_id="r", tracking={"wandb": shared, "wandb/rank_1": shared}))
-    shown = dict(sections(view))["tracking"]
-    assert [text for _, text in shown] == ["https://w/w1", "https://w/w1-1", "https://w/w1-rank_3"]
-
-
 def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     for name in ("steps-10-13/rank-0.pt.trace.json.gz", "steps-10-13/rank-1.pt.trace.json.gz", "steps-2-2/rank-1.csv"):
@@ -185,33 +160,6 @@ def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: P
     about = dict(sections(RunView(layout, record))[0][1])
     assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
     assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
-
-
-def test_a_row_has_start_duration_and_ranks(tmp_path: Path) -> None:
-    started = {"started_at": "2025-01-01T10:00:00+02:00", "duration_s": 61.0}
-    record = RunRecord(run_id="r", status="succeeded", world_size=4, **started)  # type: ignore[arg-type]
-    assert rows([RunView(RunLayout(tmp_path), record)]) == [
-        ("r", "succeeded", "2025-01-01 10:00:00", "1m 01s", "4", "")
-    ]
-    unknown = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="unreadable"), "cannot read\nit")
-    assert rows([unknown]) == [("r", "unreadable", "-", "-", "-", "cannot read")]
-
-
-def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "unsent_parts", lambda parts: True)
-    layout = RunLayout(tmp_path)
-    not_sent = [("not sent", f"W&B lacks some of it: ddptrain results sync {tmp_path}")]
-    assert dict(sections(RunView(layout, RunRecord(run_id="r", status="failed"))))["tracking"] == not_sent
-    assert "tracking" not in dict(sections(RunView(layout, RunRecord(run_id="r", status="running"))))
-
-
-def test_metric_that_is_not_finite_is_shown_as_nan(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"run_id": "r", "status": "succeeded", "last_metrics": {"loss": null}}')
-    view = load_run(tmp_path)
-    assert dict(sections(view))["last metrics"] == [("loss", "nan")]
-    assert rows([view])[0][-1] == "loss nan"
-    assert RunFields(view)(Field("loss")) != RunFields(view)(Field("loss"))
-    assert [number(value) for value in (None, float("nan"), float("-inf"), 0.12345)] == ["-", "nan", "-inf", "0.1235"]
 
 
 # --- The text of `ddptrain explain RUN` ---
@@ -233,45 +181,3 @@ def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
         "  the same command again, with --resume r-1 (continues from step-20)",
     ]
     assert "  ddptrain explain 1 (likely causes, and what to do)" in text
-
-
-def test_preempted_run_is_only_continued(tmp_path: Path) -> None:
-    found = explain_run(view(tmp_path, status="preempted", exit_code=75, checkpoints=("step-3",)), "")
-    assert found.next == ("the same command again, with --resume r-1 (continues from step-3)",)
-
-
-def test_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
-    found = explain_run(view(tmp_path, status="failed", exit_code=5), "")
-    assert found.next == ("fix the root cause, and start the run again: it has no checkpoint to continue from",)
-    assert f"{tmp_path}/r-1/artifacts/stacks/ (the stacks of all ranks)" in found.look
-
-
-def test_running_run_is_followed(tmp_path: Path) -> None:
-    found = explain_run(view(tmp_path, status="running", driver=DriverRecord(7, "vm")), "")
-    assert found.end == "is running in process 7 on vm" and found.exit_code is None
-    assert found.next == ("ddptrain watch r-1", "ddptrain stop r-1")
-
-
-def test_run_that_is_unknown_or_unreadable_is_no_failure_of_the_command(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "r-1")
-    found = explain_run(RunView(layout, RunRecord(run_id="r-1", status="unreadable"), "cannot read run.json"), "")
-    assert found.end == "is not readable: cannot read run.json"
-
-
-@pytest.mark.parametrize(
-    ("failure", "cause"),
-    [
-        (None, ""),
-        (FailureRecord(0, "vm", "exit", message="exit code 3\nmore"), "rank 0 on vm: exit code 3"),
-        (
-            FailureRecord(0, "vm", "exit", message="3", cause="rank 0 on vm failed first: 3"),
-            "rank 0 on vm failed first: 3",
-        ),
-        (FailureRecord(None, "", "driver", "ValueError", "no"), "ValueError: no"),
-    ],
-)
-def test_root_cause_has_place_kind_and_message(tmp_path: Path, failure: FailureRecord | None, cause: str) -> None:
-    found = explain_run(view(tmp_path, status="failed", failure=failure), "")
-    assert found.root_cause == cause
-    shown = ["root cause:", f"  {cause}"] if cause else ["where to look:", "  ddptrain results show r-1"]
-    assert found.as_text()[1:4] == ["", *shown]

@@ -64,7 +64,9 @@ def opened_by(made: RankRun) -> tuple[object, str]:
 def of_rank(rank: int, folder: Path, environ: dict[str, str], mode: str = "shared") -> RankRun:
     told = {"mode": mode, "online": True, "id": "w1"}
     return RankRun(
-        {"init_timeout_s": 0.1}, Facts("r-1", "r", 1, rank, 2, rank, 0, 1, folder, from_driver=told), environ
+        {},
+        Facts("r-1", "r", 1, rank, 2, rank, 0, 1, folder, from_driver=told),
+        {**environ, "WANDB_INIT_TIMEOUT": "0.1"},
     )
 
 

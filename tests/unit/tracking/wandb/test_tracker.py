@@ -129,7 +129,8 @@ def test_strict_run_that_went_offline_says_so_at_its_end(tmp_path: Path, monkeyp
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     heard = Heard()
-    tracker = WandbTracker(options(init_timeout_s=1.0))
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    tracker = WandbTracker(options())
     tracker.start(heard.facts(tmp_path, online=True, strict=True))
     tracker.log(numbers(1, loss=1.0))
     (line,) = heard.lines

@@ -89,12 +89,6 @@ def test_a_damaged_list_is_not_replaced_behind_ones_back(tmp_path: Path, source:
         prepared(tmp_path / "inputs", source)
 
 
-def test_a_share_of_the_images_is_taken_of_every_class(tmp_path: Path, source: Path) -> None:
-    manifest, _ = prepared(tmp_path / "inputs", source, downsample_to=0.3, train_pct=1.0)
-    assert [manifest.labels.count(label) for label in range(3)] == [3, 3, 3]
-    assert manifest.val == ()
-
-
 def test_the_first_classes_or_named_ones_are_used(tmp_path: Path, source: Path) -> None:
     assert prepared(tmp_path / "a", source, subset=2)[0].classes == tuple(CLASSES[:2])
     assert prepared(tmp_path / "b", source, subset=[CLASSES[2], CLASSES[0]])[0].classes == (CLASSES[0], CLASSES[2])

@@ -88,12 +88,12 @@ def test_train_trains_val_validates_and_test_is_left_alone(tmp_path: Path) -> No
     assert said == [f"16 images of 2 classes in {source}: 8 to train on, 8 to validate with; {layout}"]
 
 
-def test_subset_and_downsampling_count_for_both_parts(tmp_path: Path) -> None:
+def test_subset_counts_for_both_parts(tmp_path: Path) -> None:
     names = [f"{part}/{name}" for part in ("train", "val") for name in ("cat", "dog", "emu")]
     source = fill(tmp_path / "source", *names)
-    manifest, _ = prepared(tmp_path / "inputs", source, subset=["cat", "emu"], downsample_to=0.5)
+    manifest, _ = prepared(tmp_path / "inputs", source, subset=["cat", "emu"])
     assert manifest.classes == ("cat", "emu")
-    assert (len(manifest.train), len(manifest.val)) == (4, 4)
+    assert (len(manifest.train), len(manifest.val)) == (8, 8)
     assert not any("dog" in key for key in manifest.keys)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.workloads.images.data.listing import sample, split
+from ddptrain.workloads.images.data.listing import split
 
 ByClass = dict[str, list[str]]
 
@@ -59,35 +59,31 @@ def test_fractional_counts_are_rounded_so_that_the_sum_is_right(
     by_class = classes(*sizes)
     train, val = split(by_class, share, 0)
     assert (len(train), len(val)) == (expected, sum(sizes) - expected)
-    assert sum(map(len, sample(by_class, share, 0).values())) == expected
     assert [round(len(keys) * share - len(train & set(keys)), 6) <= 1 for keys in by_class.values()] == [True] * len(
         sizes
     )
 
 
 def test_the_class_with_the_largest_remainder_gets_the_image_that_is_missing() -> None:
-    used = sample(classes(7, 4, 6), 0.5, 0)  # 3.5, 2 and 3 images; the sum is 8.5, rounded to 8
-    assert [len(keys) for keys in used.values()] == [3, 2, 3]
-    used = sample(classes(7, 4, 7), 0.5, 0)  # 3.5, 2 and 3.5 images; the sum is 9
-    assert sorted(len(keys) for keys in used.values()) == [2, 3, 4]
-    used = sample(classes(9, 8), 0.3, 0)  # 2.7 and 2.4 images; the sum is 5.1
-    assert [len(keys) for keys in used.values()] == [3, 2]
+    assert trained(classes(7, 4, 6), 0.5) == [3, 2, 3]  # 3.5, 2 and 3 images; the sum is 8.5, rounded to 8
+    assert sorted(trained(classes(7, 4, 7), 0.5)) == [2, 3, 4]  # 3.5, 2 and 3.5 images; the sum is 9
+
+
+def trained(by_class: dict[str, list[str]], share: float) -> list[int]:
+    train, _ = split(by_class, share, 0)
+    return [len(train & set(keys)) for keys in by_class.values()]
 
 
 def test_which_images_train_stays_the_same_in_later_versions() -> None:
     """A resumed run must find the split that it began with."""
     assert split(classes(5, 5), 0.7, 0)[1] == {"class-0/2.jpg", "class-1/2.jpg", "class-1/3.jpg"}
     assert split(classes(4), 0.5, 3)[0] == {"class-0/0.jpg", "class-0/2.jpg"}
-    assert sample(classes(7), 0.5, 0) == {
-        "class-0": ["class-0/0.jpg", "class-0/1.jpg", "class-0/3.jpg", "class-0/6.jpg"]
-    }
 
 
 def test_neither_the_order_of_keys_nor_that_of_classes_matters() -> None:
     by_class = classes(9, 30, 4, 1)
     shuffled = {name: random.Random(1).sample(keys, len(keys)) for name, keys in reversed(by_class.items())}
     assert split(by_class, 0.7, 5) == split(shuffled, 0.7, 5)
-    assert sample(by_class, 0.5, 5) == sample(shuffled, 0.5, 5)
 
 
 def test_another_seed_splits_otherwise() -> None:
@@ -102,10 +98,3 @@ def test_a_class_of_one_image_trains() -> None:
 def test_all_images_train_when_nothing_is_to_validate() -> None:
     by_class = classes(3, 4)
     assert split(by_class, 1.0, 0) == (all_keys(by_class), set())
-
-
-@pytest.mark.parametrize(("share", "expected"), [(1.0, 60), (0.5, 30), (0.01, 3)])
-def test_a_sample_has_its_share_and_something_of_every_class(share: float, expected: int) -> None:
-    used = sample(classes(10, 20, 30), share, 0)
-    assert sum(map(len, used.values())) == expected
-    assert all(keys and keys == sorted(keys) for keys in used.values())

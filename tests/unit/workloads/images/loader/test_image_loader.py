@@ -157,7 +157,7 @@ def test_rank_without_an_image_in_a_step_gets_one_row_that_does_not_count(drawn:
 
 
 def test_batches_that_nobody_wants_any_more_are_dropped(drawn: Path) -> None:
-    with feeder(drawn, loader_workers=1, prefetch=1) as fed:
+    with feeder(drawn, loader_workers=1) as fed:
         expected = seen(fed.train(1))
         for _ in range(20):
             batches = fed.train(2)
@@ -226,7 +226,7 @@ def test_too_many_bad_images_end_the_run_with_their_names(images: Path) -> None:
 
 def test_folder_that_goes_away_ends_the_training_and_no_image_is_taken_for_a_bad_one(images: Path) -> None:
     told: Told = []
-    with feeder(images, told=told, deadline_s=0.5, requests=1, batch_size=2, prefetch=1) as fed:
+    with feeder(images, told=told, deadline_s=0.5, requests=1, batch_size=2) as fed:
         next(fed.train(1))
         elsewhere = images.rename(images.with_name("elsewhere"))
         with pytest.raises(StoreUnreachable) as caught:

@@ -149,7 +149,7 @@ def test_store_that_is_away_for_long_ends_the_training_instead_of_having_images_
 ) -> None:
     told: list[str] = []
     ok: list[bool] = []
-    feeder = served.feeder(told, 1.0, loader_workers=workers, batch_size=4, requests=4, prefetch=1)
+    feeder = served.feeder(told, 1.0, loader_workers=workers, batch_size=4, requests=4)
     with feeder as fed:
         batches = fed.train(1)
         next(batches)
@@ -168,7 +168,7 @@ def test_store_that_is_away_for_a_while_is_waited_for(served: Served) -> None:
     with served.feeder() as fed:
         expected = epoch(fed)
     told: list[str] = []
-    with served.feeder(told, batch_size=4, requests=4, prefetch=1) as fed:
+    with served.feeder(told, batch_size=4, requests=4) as fed:
         batches = fed.train(1)
         shown = [next(batches)]
         served.proxy.inject(Fault("reset"))

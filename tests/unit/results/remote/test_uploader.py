@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,8 @@ from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import find_checkpoint
-from ddptrain.results.remote import runs
-from ddptrain.results.remote import upload as remote_upload
-from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.results.remote.checkpoints import download_checkpoints, download_model, download_newest
+from ddptrain.results.remote.uploader import Pace, Uploader
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -28,22 +29,16 @@ Stage = Callable[..., tuple[CheckpointSaved, Path]]
 POLICY = CheckpointPolicy(keep=1, metric="val/loss")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_PASS_EVERY_S", 0.02)
-    monkeypatch.setattr(remote_upload, "_FLUSH_PAUSE_S", 0.02)
-    monkeypatch.setattr(remote_upload, "_LAST_FLUSH_S", 60.0)
-    monkeypatch.setattr(remote_upload, "_CLOSE_S", 60.0)
-    monkeypatch.setattr(remote_upload, "_PAUSES_S", (0.02,))
+QUICK = Pace(every_pass=0.02, pauses=(0.02,), last_flush=60.0, close=60.0)
 
 
 class Kept:
     """A run under way, its store, and what its uploads have said."""
 
-    def __init__(self, writer: RunWriter, stage: Stage) -> None:
+    def __init__(self, writer: RunWriter, stage: Stage, pace: Pace = QUICK) -> None:
         self.writer, self.stage = writer, stage
         self.store, self.fs = watched_store()
-        self.uploads = StoreUpload(self.store, writer.layout.root, "token", max_failures=2)
+        self.uploads = Uploader(self.store, writer.layout.root, "token", max_failures=2, pace=pace)
         self.warnings: list[str] = []
         self.losses: list[DdptrainError] = []
         self.uploads.listen(self.warnings.append, self.losses.append)
@@ -90,8 +85,8 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     assert kept.there() == {*expected, *step, "checkpoints/latest", "checkpoints/best"}
 
 
-def test_record_of_an_attempt_is_there_before_its_first_checkpoint(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_RECORD_EVERY_S", 1000.0)
+def test_record_of_an_attempt_is_there_before_its_first_checkpoint(writer: RunWriter, stage: Stage) -> None:
+    kept = Kept(writer, stage, replace(QUICK, every_record=1000.0))
     kept.uploads.begin()
     wait_until(lambda: "run.json" in kept.there())
     attempt = kept.writer.next_attempt(None, 2)
@@ -146,11 +141,11 @@ def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_pa
     kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
     kept.save(1, content=b"new")
     wait_until(lambda: kept.losses)
-    runs.download_run(kept.store, tmp_path / "other", pytest.fail)
+    download(kept.store, tmp_path / "other", pytest.fail)
     assert (tmp_path / "other/checkpoints/step-1/model.safetensors").read_bytes() == b"old"
     kept.fs.fails = lambda path: None
     assert kept.uploads.flush(60) == ""
-    runs.download_run(kept.store, tmp_path / "another", pytest.fail)
+    download(kept.store, tmp_path / "another", pytest.fail)
     assert (tmp_path / "another/checkpoints/step-1/model.safetensors").read_bytes() == b"new"
     assert "checkpoints/step-1/model.safetensors" not in kept.there()
 
@@ -218,21 +213,64 @@ def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -
     assert [type(error) for error in kept.losses] == [RunLocked]
 
 
-def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_BYTES_PER_S", 10)
-    monkeypatch.setattr(remote_upload, "_FILE_EVERY_S", 0.0)
-    log = kept.writer.layout.log(0)
-    log.write_bytes(b"x" * 1000)
+def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
+    writer: RunWriter, stage: Stage, tmp_path: Path
+) -> None:
+    kept = Kept(writer, stage, replace(QUICK, every_file=0.0))
+    log, line = writer.layout.log(0), b"x" * 1023 + b"\n"
+    log.write_bytes(line)
     kept.uploads.begin()
-    wait_until(lambda: kept.store.read("logs/rank-0.log"))
-    log.write_bytes(b"x" * 2000)
-    time.sleep(0.2)
-    assert kept.store.files()["logs/rank-0.log"].size_bytes == 1000
-    kept.uploads.flush(60)
-    assert kept.store.files()["logs/rank-0.log"].size_bytes == 2000
+    for size in (300, 301, 700):
+        log.write_bytes(line * size)
+        assert kept.uploads.flush(60) == ""
+    sizes = {path: file.size_bytes // 1024 for path, file in kept.store.files("logs").items()}
+    assert sizes == {"logs/rank-0.log": 300, "logs/rank-0.log.00001": 400}
+    # Another driver continues: its working folder has the log, and the next line goes into a new part.
+    again = tmp_path / "again" / "a-run"
+    (again / "logs").mkdir(parents=True)
+    (again / "logs/rank-0.log").write_bytes(line * 701)
+    other = Uploader(kept.store, again, "token", pace=QUICK)
+    other.begin()
+    assert other.flush(60) == ""
+    assert kept.store.files("logs")["logs/rank-0.log.00002"].size_bytes == 1024
+    (again / "logs/rank-0.log").write_bytes(b"begun again\n")  # as a log that is rotated
+    assert other.flush(60) == ""
+    assert {path: file.size_bytes for path, file in kept.store.files("logs").items()} == {"logs/rank-0.log": 12}
+    other.close(0.1)
+
+
+def test_half_a_line_of_a_record_is_not_sent(kept: Kept) -> None:
+    path = kept.writer.layout.root / "numbers.jsonl"
+    path.write_text('{"a": 1}\n{"a"')
+    kept.uploads.begin()
+    assert kept.uploads.flush(60) == "" and kept.store.read("numbers.jsonl") == b'{"a": 1}\n'
+
+
+@pytest.mark.parametrize("renamed", [True, False])
+def test_object_that_a_manifest_names_is_never_overwritten(kept: Kept, renamed: bool) -> None:
+    kept.save(1, content=b"old")
+    upload(kept)
+    kept.fs.writes.clear()
+    kept.save(1, content=b"new" if renamed else b"old")
+    assert kept.uploads.flush(60) == ""
+    assert ("checkpoints/step-1/model.safetensors" in kept.order()) is False
+    special = f"checkpoints/step-1/model.safetensors.{hashlib.sha256(b'new').hexdigest()[:8]}"
+    assert (special in kept.there()) is renamed
+
+
+def test_files_without_a_manifest_are_deleted_and_other_folders_stay(kept: Kept) -> None:
+    kept.store.write("checkpoints/step-5/half", b"x")
+    kept.store.write("checkpoints/odd/file", b"x")
+    kept.save(9)
+    upload(kept)
+    assert {path.split("/")[1] for path in kept.store.files("checkpoints") if path.count("/") == 2} == {"step-9", "odd"}
 
 
 # --- what is brought to another machine ---
+
+
+def download(store: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
+    download_newest(store, store.files(), folder, warn)
 
 
 def upload(kept: Kept) -> None:
@@ -259,7 +297,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
     else:
         overwrite(kept.store, path, b"w" * 999 if damage == "truncated" else b"x" * 1000)
     warnings: list[str] = []
-    runs.download_run(kept.store, tmp_path / "other", warnings.append)
+    download(kept.store, tmp_path / "other", warnings.append)
     assert verify(tmp_path / "other/checkpoints/step-1").step == 1
     assert not (tmp_path / "other/checkpoints/step-2").exists()
     assert damage == "manifest" or "checkpoint step-2 of" in warnings[0]
@@ -275,14 +313,14 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     upload(kept)
     kept.uploads.close(60)
     other = tmp_path / "other" / "a-run"
-    runs.download_run(kept.store, other, pytest.fail)
+    download(kept.store, other, pytest.fail)
     assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
-    assert (other / "logs/rank-0.log").read_text() == "before\n"
+    kept.store.fetch("run.json", other / "run.json")
     with RunWriter.reopen(other, "x") as again:
         there = Kept.__new__(Kept)
         there.writer, there.stage, there.store, there.fs = again, stage, kept.store, kept.fs
         again.go_on_from(verify(other / "checkpoints/step-2"), POLICY)
-        mirror = StoreUpload(kept.store, other, "token")
+        mirror = Uploader(kept.store, other, "token", pace=QUICK)
         mirror.begin()
         there.save(3, 3.0)
         again.finish(RunStatus.SUCCEEDED, 0)
@@ -296,7 +334,7 @@ def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Pat
     upload(kept)
     kept.fs.errors = [OSError("away")] * 3
     with pytest.raises(StoreError, match="away"):
-        runs.download_run(kept.store, tmp_path / "other", pytest.fail)
+        download(kept.store, tmp_path / "other", pytest.fail)
 
 
 def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
@@ -305,32 +343,32 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
     upload(kept)
     copy = tmp_path / "copy"
     for _ in range(2):
-        runs.download_model(kept.store, copy, kept.store.files())
+        download_model(kept.store, copy, kept.store.files())
         assert (copy / "checkpoints/best").read_text() == "step-1\n"
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == ["step-1"]
     for which, step in (("step-2", "step-2"), ("latest", "step-2"), ("step-1", "step-1")):
-        runs.download_model(kept.store, copy, kept.store.files(), which)
+        download_model(kept.store, copy, kept.store.files(), which)
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == [step]
         assert find_checkpoint(RunLayout(copy), which).name == step
     with pytest.raises(RunNotFound, match=r"has no checkpoint step-3 in memory://.*; it has step-1, step-2"):
-        runs.download_model(kept.store, copy, kept.store.files(), "step-3")
+        download_model(kept.store, copy, kept.store.files(), "step-3")
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
-    runs.download_model(kept.store, copy, kept.store.files())  # it is here, whole
+    download_model(kept.store, copy, kept.store.files())  # it is here, whole
     with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
-        runs.download_model(kept.store, tmp_path / "another", kept.store.files())
+        download_model(kept.store, tmp_path / "another", kept.store.files())
     with pytest.raises(RunNotFound, match="has no checkpoint in memory://"):
-        runs.download_model(kept.store.below("none"), copy, {})
+        download_model(kept.store.below("none"), copy, {})
 
 
 def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -> None:
     kept.save(1, 1.0)
     kept.save(2, 2.0)
     upload(kept)
-    runs.download_checkpoints(kept.store, tmp_path / "all")
+    download_checkpoints(kept.store, tmp_path / "all")
     assert sorted(path.name for path in (tmp_path / "all/checkpoints").iterdir()) == ["step-1", "step-2"]
     assert verify(tmp_path / "all/checkpoints/step-1").metrics == {"val/loss": 1.0}
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"x" * 1000)
-    runs.download_checkpoints(kept.store, tmp_path / "whole")
+    download_checkpoints(kept.store, tmp_path / "whole")
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
 
 
@@ -353,6 +391,6 @@ def test_pointer_without_its_checkpoint_gives_way_to_the_next(
     overwrite(kept.store, "checkpoints/best", best.encode())
     overwrite(kept.store, "checkpoints/latest", latest.encode())
     copy = tmp_path / "copy"
-    runs.download_model(kept.store, copy, kept.store.files(), which)
+    download_model(kept.store, copy, kept.store.files(), which)
     assert [path.parent.name for path in copy.rglob("*.safetensors")] == [f"step-{step}"]
     assert {(copy / "checkpoints" / name).read_text() for name in ("best", "latest")} == {f"step-{step}\n"}

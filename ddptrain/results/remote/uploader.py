@@ -1,0 +1,375 @@
+"""Uploads a run's working folder to an object store, continuously, in a thread.
+
+The folder is compared with what was sent: besides the driver, W&B and other programs write files there. Of a file that
+grows only the new part is sent: its first part is an object of its name, the next ones are `NAME.00001` and so on. Only
+the last part may still grow, until it has PART_BYTES.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.log import Log
+from ddptrain.results.layout import INCOMING, Origin, RunLayout
+from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
+from ddptrain.results.remote.lease import LOCK, run_for
+from ddptrain.results.run_record import RecordError, RunRecord
+from ddptrain.results.tracker_records import TEMPORARY
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Listed, StoreError
+
+_log = Log(__name__)
+PART_BYTES = 256 << 10
+_MOST_BYTES = 16 << 20  # of a growing file in a pass: a checkpoint does not wait behind logs
+_BYTES_PER_S = 1 << 20  # on average, of another file that changes, which is uploaded completely each time
+_SENDERS = 8
+_FLUSH_PAUSE_S = 2.0
+_RECORD = "run.json"
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+_PART = re.compile(r"(.+)\.(\d{5})")
+_Fingerprint = tuple[int, int, int]
+
+
+def grows(name: str) -> bool:
+    """Return whether a file of a run directory is only appended to."""
+    folder, _, file = name.rpartition("/")
+    return (folder == "logs" and file.endswith(".log")) or (folder == "" and file.endswith((".jsonl", ".log")))
+
+
+def joined(files: Mapping[str, Listed]) -> dict[str, dict[str, Listed]]:
+    """Return the files of a run by name, each with the objects that it consists of, by path and in their order."""
+    found: dict[str, dict[str, Listed]] = {}
+    for path in sorted(files):  # NAME is before NAME.00001
+        match = _PART.fullmatch(path)
+        if match and grows(match[1]) and match[1] in found:
+            found[match[1]][path] = files[path]
+        else:
+            found[path] = {path: files[path]}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often is uploaded, in seconds.
+
+    pauses: after passes in a row that failed. last_flush: for a flush after one that reached its deadline.
+    """
+
+    every_pass: float = 2.0
+    every_file: float = 10.0
+    every_record: float = 3.0
+    pauses: Sequence[float] = (5.0, 10.0, 20.0, 40.0, 60.0)
+    last_flush: float = 3.0
+    close: float = 5.0
+
+
+@dataclass(slots=True)
+class _Part:
+    """The last part of a growing file in the store: its number, and the bytes of the file that it has."""
+
+    number: int = 0
+    begin: int = 0
+    end: int = -1  # nothing is there
+
+
+class Uploader:
+    """The upload of one run. Other threads write `root`, its working folder.
+
+    max_failures: passes in a row that may fail before the run ends with an error.
+    """
+
+    def __init__(
+        self, store: RemoteFolder, root: Path, token: str = "", max_failures: int = 5, pace: Pace = Pace()
+    ) -> None:
+        self._stopped = threading.Event()
+        self.store = replace(store, wait=self._stopped.wait)
+        self.root = root
+        self._token, self._max_failures, self._pace = token, max_failures, pace
+        self._checkpoints = StoredCheckpoints(self.store, RunLayout(root))
+        self._sent: dict[str, _Fingerprint] = {}
+        self._sent_at: dict[str, float] = {}  # monotonic seconds
+        self._sent_attempts = 0
+        self._parts: dict[str, _Part] | None = None
+        self._failures = 0
+        self._problem = ""
+        self._is_taken = self._timed_out = False
+        self._state = threading.Condition()
+        self._flushes_requested = self._flushes_done = 0
+        self._thread: threading.Thread | None = None
+        self._warnings: list[str] = []
+        self._loss: DdptrainError | None = None
+        self._listeners: tuple[Callable[[str], None], Callable[[DdptrainError], None]] | None = None
+
+    def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
+        """Call `warn` for each failure, and `lost` once if the run must end. Earlier messages are delivered now."""
+        with self._state:
+            self._listeners = (warn, lost)
+            warnings, self._warnings, loss = self._warnings, [], self._loss
+        for warning in warnings:
+            warn(warning)
+        if loss is not None:
+            lost(loss)
+
+    def warn(self, text: str) -> None:
+        """Deliver a warning, now or as soon as there is a listener."""
+        with self._state:
+            if self._listeners is None:
+                self._warnings.append(text)
+                return
+            warn, _ = self._listeners
+        warn(text)
+
+    def lose(self, error: DdptrainError) -> None:
+        """Call the `lost` listener, once: the run must end. After RunLocked nothing more is uploaded."""
+        with self._state:
+            if self._loss is not None:
+                return
+            self._loss = error
+            if isinstance(error, RunLocked):  # the run in the store belongs to another driver now
+                self._is_taken, self._problem = True, str(error)
+                self._stopped.set()
+            lost = self._listeners[1] if self._listeners else None
+        if lost is not None:
+            lost(error)
+
+    def begin(self) -> None:
+        """Mark the folder as the store's working copy, and start the thread. Raises ResultsError."""
+        Origin(self.store.url, self._token).mark(self.root)
+        self._thread = threading.Thread(target=self._run, name="ddptrain-uploads", daemon=True)
+        self._thread.start()
+
+    @property
+    def begun(self) -> bool:
+        """Whether begin() was called."""
+        return self._thread is not None
+
+    def flush(self, deadline_s: float) -> str:
+        """Upload everything as it is now. Returns "", or one line about the problem if the deadline was reached."""
+        if self._thread is None:
+            return ""
+        if self._timed_out or self._loss is not None:
+            deadline_s = min(deadline_s, self._pace.last_flush)
+        until = time.monotonic() + deadline_s
+        with self._state:
+            self._flushes_requested += 1
+            mine = self._flushes_requested
+            self._state.notify_all()
+            was_lost = self._loss is not None
+            while self._flushes_done < mine and not self._stopped.is_set() and (left_s := until - time.monotonic()) > 0:
+                if self._loss is not None and not was_lost:
+                    break
+                # In short pieces: signal handlers run between them.
+                self._state.wait(min(left_s, 0.5))
+            if self._flushes_done >= mine:
+                return ""
+            self._timed_out = True
+            why = self._problem or f"it took longer than {deadline_s:g} s"
+        kept = f"they are kept in {self.root}, and --resume {self.root.name} uploads them"
+        return f"the results are not all in {self.store.url} ({why}); {kept}"
+
+    def close(self, deadline_s: float = 30.0) -> None:
+        """Flush, stop the thread, and delete the working folder if everything is in the store."""
+        why = self.flush(0.0 if self._timed_out else deadline_s)
+        self._stopped.set()
+        with self._state:
+            self._state.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(timeout=self._pace.close)
+        if self._thread.is_alive() or self._is_taken:
+            return
+        if not why:
+            shutil.rmtree(self.root, ignore_errors=True)
+        else:
+            run_for(self._pace.close, self._upload_final_record)
+
+    def _upload_final_record(self) -> None:
+        with suppress(StoreError, OSError):  # the run's end is recorded even if other files are missing
+            self.store.write(_RECORD, (self.root / _RECORD).read_bytes())
+
+    # --- The thread ---
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            with self._state:
+                requested = self._flushes_requested
+            flushing = requested > self._flushes_done
+            try:
+                complete, has_more = self._pass(flushing)
+            except Exception as error:  # any bug or error of the disk: the thread must continue
+                known = isinstance(error, DdptrainError)
+                self._on_failure(error if known else StoreError(f"cannot upload to {self.store.url}: {error!r}"))
+                continue
+            self._failures, self._problem = 0, ""
+            with self._state:
+                if complete and flushing:
+                    self._flushes_done = requested
+                    self._state.notify_all()
+                is_idle = not has_more and self._flushes_requested == self._flushes_done
+                if is_idle and not self._stopped.is_set():
+                    self._state.wait(self._pace.every_pass)
+
+    def _on_failure(self, error: Exception) -> None:
+        if self._stopped.is_set():
+            return
+        self._failures += 1
+        self._problem = str(error)
+        _log.info("upload failed", store=self.store.url, failures=self._failures, error=error)
+        if self._failures == self._max_failures:
+            why = f"no more attempts after {self._failures} failures; all files are kept in {self.root}"
+            self.lose(StoreError(f"{error}; {why}"))
+        with self._state:
+            flushing = self._flushes_requested > self._flushes_done
+        pauses = self._pace.pauses
+        pause_s = pauses[min(self._failures, len(pauses)) - 1]
+        if flushing:
+            pause_s = min(_FLUSH_PAUSE_S, pause_s)
+        elif self._failures <= self._max_failures:
+            self.warn(f"{error} (failure {self._failures} of {self._max_failures}; again in {pause_s:g} s)")
+        with self._state:
+            self._state.wait_for(
+                lambda: self._stopped.is_set() or (not flushing and self._flushes_requested > self._flushes_done),
+                pause_s,
+            )
+
+    def _pass(self, flushing: bool) -> tuple[bool, bool]:
+        """Upload what is due, or everything when flushing.
+
+        Returns whether the store has all that the folder had at the start, and whether more is due now.
+
+        The order: what ranks logged, so that a driver that resumes from a checkpoint has the logs up to it; one
+        checkpoint; other files; the record.
+        """
+        if self._parts is None:
+            self._parts = _parts_in(self.store.files(), self.root)
+        files = dict(self._files())
+        growing = [name for name in files if grows(name)]
+        now = flushing or not self._checkpoints.is_synced
+        with ThreadPoolExecutor(_SENDERS, thread_name_prefix="ddptrain-uploads") as pool:
+            sent = list(pool.map(lambda name: self._send_growing(name, files[name], now=now), growing))
+        uploaded = self._checkpoints.sync(before_upload=self._send_new_attempt)
+        if self._checkpoints.is_synced:
+            sent += [self._send_file(name, path, flushing) for name, path in files.items() if not grows(name)]
+            sent.append(self._send_record(now=flushing))
+            return all(sent), flushing and not all(sent)
+        if not flushing:
+            self._send_record(now=False)
+        return False, flushing or uploaded
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        """Yield all files but checkpoints, the record, local state, and temporary files."""
+        with suppress(OSError):
+            for top in sorted(self.root.iterdir()):
+                if not top.name.startswith(".") and top.name not in (CHECKPOINTS, _RECORD, LOCK):
+                    named = ((path.relative_to(self.root).as_posix(), path) for path in _walk(top))
+                    yield from ((name, path) for name, path in named if not name.startswith(TEMPORARY))
+
+    def _is_due(self, name: str, every_s: float) -> bool:
+        return time.monotonic() >= self._sent_at.get(name, float("-inf")) + every_s
+
+    def _send_growing(self, name: str, path: Path, *, now: bool) -> bool:
+        """Send the new lines of a file that grows; return whether the store has all of them."""
+        assert self._parts is not None
+        part = self._parts.setdefault(name, _Part())
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < part.end:  # another file has its name now
+                for number in range(1, part.number + 1):
+                    self.store.remove(_part_name(name, number))
+                part = self._parts[name] = _Part()
+            if size == part.end:
+                return True
+            if not now and not self._is_due(name, self._pace.every_file):
+                return False
+            if part.end - part.begin >= PART_BYTES:
+                part = _Part(part.number + 1, part.end, part.end)
+            file.seek(part.begin)
+            data = file.read(max(0, part.end - part.begin) + _MOST_BYTES)
+            if name.endswith(".jsonl"):  # the writer takes half a line back if the disk is full
+                data = data[: data.rfind(b"\n") + 1]
+            if part.begin + len(data) != part.end:
+                self.store.write(_part_name(name, part.number), data)
+                part.end = part.begin + len(data)
+                self._parts[name] = part
+                self._sent_at[name] = time.monotonic()
+            return size - part.end < _MOST_BYTES
+        return True
+
+    def _send_file(self, name: str, path: Path, now: bool) -> bool:
+        """Send a file if it has changed and is due; return whether the store has it as it is."""
+        fingerprint = _fingerprint(path)
+        if fingerprint is None or self._sent.get(name) == fingerprint:
+            return True
+        # It is uploaded completely each time: the larger it is, the less often.
+        if not now and not self._is_due(name, max(self._pace.every_file, fingerprint[0] / _BYTES_PER_S)):
+            return False
+        try:
+            self.store.write(name, path)
+        except StoreError:
+            if not path.exists():
+                return True
+            raise
+        self._sent[name], self._sent_at[name] = fingerprint, time.monotonic()
+        return True
+
+    def _send_record(self, *, now: bool) -> bool:
+        path = self.root / _RECORD
+        if (fingerprint := _fingerprint(path)) is None or self._sent.get(_RECORD) == fingerprint:
+            return True
+        if not now and not self._is_due(_RECORD, self._pace.every_record):
+            return False
+        self.store.write(_RECORD, path.read_bytes())
+        self._sent[_RECORD], self._sent_at[_RECORD] = fingerprint, time.monotonic()
+        return True
+
+    def _send_new_attempt(self) -> None:
+        """Upload the record of a new attempt before its checkpoints: a driver that resumes counts them."""
+        with suppress(OSError, RecordError):
+            attempts = len(RunRecord.from_json((self.root / _RECORD).read_bytes()).attempts)
+            if attempts != self._sent_attempts:
+                self._send_record(now=True)
+                self._sent_attempts = attempts
+
+
+def _part_name(name: str, number: int) -> str:
+    return f"{name}.{number:05d}" if number else name
+
+
+def _parts_in(files: Mapping[str, Listed], root: Path) -> dict[str, _Part]:
+    """Return what the store has of the growing files, for a driver that continues a run."""
+    parts = {}
+    for name, objects in joined(files).items():
+        if grows(name) and (root / name).is_file():
+            *before, last = (each.size_bytes for each in objects.values())
+            parts[name] = _Part(len(before), sum(before), sum(before) + last)
+    return parts
+
+
+def _walk(path: Path) -> Iterable[Path]:
+    """Yield the regular files at or below a path. Links, and files that vanish meanwhile, are left out."""
+    with suppress(OSError):
+        if path.is_symlink() or _TEMPORARY.fullmatch(path.name) or path.name.startswith(INCOMING):
+            return
+        if path.is_file():
+            yield path
+        else:
+            for entry in sorted(path.iterdir()):
+                yield from _walk(entry)
+
+
+def _fingerprint(path: Path) -> _Fingerprint | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    # Times are coarse: a file that is replaced twice within 10 ms differs at least in its inode.
+    return state.st_size, state.st_mtime_ns, state.st_ino
