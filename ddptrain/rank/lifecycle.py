@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
-from ddptrain.protocol import deadlines, error_file, events
+from ddptrain.protocol import deadlines, events
 from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
+from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
@@ -299,7 +300,7 @@ class RankLifecycle:
     def _read_error_file(self) -> events.Failure | None:
         """Return the error that a script has written to its error file, as torch elastic's record() does."""
         path = Path(self.spec.host.staging) / ERROR_FILE
-        return error_file.read_error_file(path) if self.spec.code.is_script else None
+        return read_error_file(path) if self.spec.code.is_script else None
 
     def _print_traceback(self, trace: str) -> None:
         _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
@@ -361,6 +362,13 @@ class RankLifecycle:
             process_control.die_of_sigterm()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_user_signal(self) -> None:
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.spec.rank == 0:
+            text = "SIGUSR1 has no effect: the code has set no handler for it"
+            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
 
     def _stop(self) -> None:
         """End, because the worker group is being stopped; a handler of SIGTERM of the user's code ends it itself."""

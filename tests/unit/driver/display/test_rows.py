@@ -191,7 +191,7 @@ def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> No
 @pytest.fixture
 def plain() -> tuple[PlainRenderer, Callable[[], list[str]]]:
     err = io.StringIO()
-    renderer = PlainRenderer(Stream(io.StringIO(), lambda: False), Stream(err, lambda: False), colour=False)
+    renderer = PlainRenderer(Stream(io.StringIO()), Stream(err), colour=False)
 
     def shown() -> list[str]:
         text = err.getvalue()
