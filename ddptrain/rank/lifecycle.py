@@ -363,13 +363,6 @@ class RankLifecycle:
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _on_user_signal(self) -> None:
-        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        elif self.spec.rank == 0:
-            text = "SIGUSR1 has no effect: the code has set no handler for it"
-            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
-
     def _stop(self) -> None:
         """End, because the worker group is being stopped; a handler of SIGTERM of the user's code ends it itself."""
         # An exception that the user's code is still handling may be the reason why other ranks have failed.
