@@ -30,7 +30,7 @@ def doctor(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, servers that are configured, and the clock.
+    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, and servers that are configured.
 
     With --cluster: the same of each host of a cluster, whether they differ, and the speed of its free slots. The exit
     code is 4 if something would make a run fail.

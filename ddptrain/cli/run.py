@@ -75,9 +75,9 @@ def run(
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(
-            run_id, output.value, resume, allow_changes, ready_fd, opt.wants_full_traceback(), all_ranks, given.shown()
+            run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, given.shown()
         )
-        start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
+        start(ctx, resolved, reporting, launch, ready_fd, dry_run=dry_run, detach=detach)
 
 
 def _load(

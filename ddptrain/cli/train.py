@@ -19,6 +19,7 @@ from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
+    from ddptrain.driver.observers import RunObserver
     from ddptrain.driver.run import LaunchOptions
     from ddptrain.reports.destinations import Reporting
 
@@ -55,10 +56,8 @@ def train(
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
         from ddptrain.driver.run import LaunchOptions
 
-        launch = LaunchOptions(
-            run_id, output.value, resume, allow_changes, ready_fd, opt.wants_full_traceback(), all_ranks
-        )
-        start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
+        launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
+        start(ctx, resolved, reporting, launch, ready_fd, dry_run=dry_run, detach=detach)
 
 
 def reporting_of(source: str, files: Sequence[str] | None) -> Reporting:
@@ -76,11 +75,15 @@ def start(
     resolved: ResolvedConfig,
     reporting: Reporting,
     options: LaunchOptions,
+    ready_fd: int | None,
     *,
     dry_run: bool,
     detach: bool,
 ) -> None:
-    """Run a configuration for `train` and `run`. Raises typer.Exit with the exit code."""
+    """Run a configuration for `train` and `run`. Raises typer.Exit with the exit code.
+
+    ready_fd: of a detached driver, the pipe to report to that the run has begun.
+    """
     reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
         from ddptrain.config.workload_check import check_workload
@@ -100,7 +103,19 @@ def start(
         )
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=options.output == "json"))
-    raise typer.Exit(launch(resolved, replace(options, ended=reporting.run_ended)))
+    observers: list[RunObserver] = [reporting]
+    if ready_fd is not None:
+        from ddptrain.driver.control.detach import ReadyPipe
+
+        observers.insert(0, ReadyPipe(ready_fd))
+    if urls := resolved.config.notify.urls:
+        from ddptrain.notify.run_messages import RunMessages
+        from ddptrain.notify.sender import missing_variables
+
+        for problem in missing_variables(urls):
+            say(f"ddptrain: warning: notify.urls: {problem}")
+        observers.append(RunMessages(resolved, tells_end=True))
+    raise typer.Exit(launch(resolved, replace(options, observers=observers)))
 
 
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:

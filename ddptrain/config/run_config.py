@@ -263,7 +263,7 @@ class RunConfig(Strict):
     retrain: RetrainConfig | None = Field(default=None, description="Unattended retraining: `ddptrain retrain`.")
     sweep: SweepConfig | None = Field(default=None, description="Search for the best values: `ddptrain sweep`.")
     data: DataConfig = Field(default=DataConfig(), description="The training data, for the data check of retrain.")
-    notify: NotifyConfig = Field(default=NotifyConfig(), description="Notifications of retrainings.")
+    notify: NotifyConfig = Field(default=NotifyConfig(), description="Notifications of runs and retrainings.")
     models: ModelsConfig = Field(default=ModelsConfig(), description="Where the model registry is.")
 
     @property

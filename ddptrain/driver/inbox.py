@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ddptrain.errors import DdptrainError
-from ddptrain.protocol.worker_notices import Notice
+from ddptrain.protocol.news import News
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,20 @@ class WorkerLost:
     reason: str = ""
 
 
+class Request(StrEnum):
+    """What a signal to the driver asks for."""
+
+    END = "end"  # save and end; the second stops the ranks, the third kills them
+    STOP_NOW = "stop now"  # kill the ranks
+    FORWARD = "forward"  # nothing: the ranks get the signal
+
+
 @dataclass(frozen=True, slots=True)
 class SignalReceived:
-    """The driver received SIGINT, SIGTERM or SIGHUP."""
+    """The driver received a signal."""
 
     signum: int
+    request: Request = Request.END
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +92,8 @@ class OutputFetched:
     read: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadMark:
-    """The loop puts it into an inbox that is never empty: all earlier messages have been read when it is read."""
-
-    put_at: float
-
-
 Message = (
-    Notice
+    News
     | TaskFailed
     | WorkerLost
     | SignalReceived
@@ -99,6 +102,5 @@ Message = (
     | ArtifactRetried
     | ResultsLost
     | OutputFetched
-    | ReadMark
 )
 Inbox = queue.SimpleQueue[Message]

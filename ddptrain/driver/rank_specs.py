@@ -124,15 +124,10 @@ class RankSpecs:
         project = project_of(self.of.resolved)
         if project is None:
             return specs
-        is_first = self.package is None
         package = self.package = self.package or pack(project.folder, [self.of.writer.layout.root.parent])
         shipped = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.of.display.status)
         if not any(shipped.roots):
             return specs
-        if not is_first and shipped.code != package.hash:
-            self.of.display.status(
-                "the code has changed since the first attempt, and a new host needs it: all use the changed code"
-            )
         size = len(package.names), package.size_bytes
         self.of.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
         return [
@@ -276,11 +271,9 @@ def upload_code(
     code = ""
     if without:
         package.check(needed, max_mb)
-        code = package.hash
-        folders |= _run_on(worker_group, without, driver_calls.use_code, code)
-    if not all(folders[worker] for worker in without):
         archive, code = package.archive
-        for worker in without:
+        folders |= _run_on(worker_group, without, driver_calls.use_code, code)
+        for worker in [worker for worker in without if not folders[worker]]:
             # It may be in the cache by now: another worker of this host may just have got it.
             folders |= _run_on(worker_group, [worker], driver_calls.use_code, code)
             if not folders[worker]:

@@ -17,10 +17,11 @@ from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.observers import RunObserver
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.results.run_record import (
     EnvironmentValue,
     NotFiniteRecord,
@@ -53,12 +54,14 @@ class Recorder:
         metric: str | None = None,
         activity: str = "training",
         nan: Literal["warn", "stop", "ignore"] = "warn",
+        observers: Sequence[RunObserver] = (),
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does.
 
         `activity`: the status of a running attempt. `nan`: see failure.nan.
         """
         self.nan = nan
+        self._observers = observers
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
@@ -74,12 +77,14 @@ class Recorder:
         self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Add a line to events.jsonl and to --output json."""
+        """Pass an event to the run directory, the display and the observers."""
         self.display.event(self._recorded(kind, fields))
 
     def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {"event": kind, "time_s": round(time.time(), 3), **fields}
-        self.writer.event(line)
+        recorded = self.writer.event(line)
+        for observer in self._observers:
+            observer.on_event(recorded)
         logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
         _log.info(kind.replace("_", " "), **logged)
         return line

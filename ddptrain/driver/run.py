@@ -8,8 +8,8 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,12 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
-from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import RunDisplay, open_display, summary
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.inbox import Inbox, ResultsLost
+from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.starting_weights import fetch_weights
@@ -37,16 +37,17 @@ from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.news import describe_status
 from ddptrain.protocol.rank_spec import FILE as WEIGHTS
-from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.errors import ResultsError, results_errors
-from ddptrain.results.layout import check_run_id, new_run_id
+from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import LocalRuns, RunsDir, RunUpload, open_runs_dir
+from ddptrain.results.runs import LocalRuns, RunUpload, open_runs_dir
 from ddptrain.results.secure_files import make_folder, write_file
+from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
     from ddptrain.driver.rank_specs import EvaluationPlan
@@ -70,13 +71,12 @@ class LaunchOptions:
     output: str = "auto"
     resume: str | None = None
     allow_changes: bool = False
-    ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
     all_ranks: bool = False  # each rank is shown separately, even if there are many
     shows: Callable[[int], bool] | None = None  # whether the output of this local rank is shown; None: of all
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
-    ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
+    observers: Sequence[RunObserver] = ()
     shared: SharedRun | None = None  # the run is one of several in this process, each in a thread
 
 
@@ -85,81 +85,65 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
 
     Raises UsageError, RunLocked or ClusterError if the run could not begin; nothing was started then.
     """
-    config = resolved.config
-    prepared_by = options.evaluation.prepare if options.evaluation is not None else _prepared_by(config)
+    config, shared, plan = resolved.config, options.shared, options.evaluation
+    prepared_by = plan.prepare if plan is not None else _prepared_by(config)
     check_trackers(config)
-    shared = options.shared
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
-    inbox: Inbox = queue.SimpleQueue()
-    runs = open_runs_dir(config.results.dir)
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
-    choice = _choose_resume(resolved, options, runs)
-    if choice is not None and choice.done is not None:
-        return _already_done(choice.done, choice.reason, options)
+    runs = open_runs_dir(config.results.dir)
+    choice = None
+    if options.resume is not None:
+        from ddptrain.driver.resume import choose
+
+        folder = runs.candidates(config.name, options.resume, options.run_id)
+        choice = choose(folder, options.resume, resolved, allow_changes=options.allow_changes, run_id=options.run_id)
+        if choice.done is not None:
+            return _already_done(choice.done, choice.reason, options)
     check_workload(resolved)
     resumed = choice.folder if choice is not None else None
-    resolved, weights = fetch_weights(resolved, resumed) if options.evaluation is None else (resolved, None)
-    config = resolved.config
-    seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a copy may be older
-    with (
-        _locked_run(config, options, choice, runs) as (folder, keeping),
-        _opened(resolved, folder, choice, seen) as writer,
-        signals_to(inbox) if shared is None else nullcontext(shared.signals(inbox)) as signals,
-        stop_requests(writer, signals),
-        driver_log(writer.layout.decision_log, writer.run_id, writer.secrets, only_own=shared is not None),
-    ):
+    resolved, weights = fetch_weights(resolved, resumed) if plan is None else (resolved, None)
+    inbox: Inbox = queue.SimpleQueue()
+    run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
+    with runs.keeping(run_id, resumed=resumed is not None) as keeping, ExitStack() as stack:  # it is locked
+        folder = (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id
+        if choice is not None and resumed is not None:
+            seen = choice.driver if isinstance(runs, LocalRuns) else None  # a copy may be older
+            writer = RunWriter.reopen(folder, resolved.yaml_text, seen)
+        else:
+            writer = RunWriter.create(folder.parent, run_id, config.name, resolved.yaml_text, config.workload_name)
+        writer.secrets = resolved.secrets
+        stack.enter_context(writer)
+        signals = stack.enter_context(signals_to(inbox, passes_on=True)) if shared is None else shared.signals(inbox)
+        stack.enter_context(stop_requests(writer, signals))
+        log = writer.layout.decision_log
+        stack.enter_context(driver_log(log, run_id, writer.secrets, only_own=shared is not None))
         if choice is not None:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
         writer.save_git_diff()
         keeping.begin()
-        if options.ready_fd is not None:
-            tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
+        _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
         return Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 
-def _choose_resume(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
-    if options.resume is None:
-        return None
-    from ddptrain.driver.resume import choose
-
-    folder = runs.candidates(resolved.config.name, options.resume, options.run_id)
-    return choose(folder, options.resume, resolved, allow_changes=options.allow_changes, run_id=options.run_id)
+def _opened(options: LaunchOptions, layout: RunLayout, reason: str, *, done: bool) -> None:
+    """Send the observers the first event: the directory of the run exists; `done`: the run has already succeeded."""
+    where = {"run_id": layout.root.name, "run_dir": layout.where, "folder": str(layout.root)}
+    for observer in options.observers:
+        observer.on_event({"event": OPENED, **where, "reason": reason, "done": done})
 
 
 def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
     """Report the end of a run that has already succeeded; return the exit code."""
-    if options.ready_fd is not None:
-        tell_done(options.ready_fd, view.layout, reason)
+    _opened(options, view.layout, reason, done=True)
     if options.output == "json":
         print(json.dumps(summary.finished_event(view)), flush=True)
     elif options.shared is None:
         print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
-    if options.ended is not None:
-        options.ended(view)
+    for observer in options.observers:
+        observer.on_end(view)
     return ExitCode.SUCCEEDED
-
-
-@contextmanager
-def _locked_run(
-    config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
-) -> Iterator[tuple[Path, RunUpload]]:
-    """Hold the lock of the run; yield its folder, and the object that uploads the folder to an object store."""
-    resumed = choice.folder if choice is not None else None
-    run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None) as keeping:
-        yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
-
-
-def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen: DriverRecord | None) -> RunWriter:
-    config = resolved.config
-    if choice is not None and choice.folder is not None:
-        writer = RunWriter.reopen(folder, resolved.yaml_text, seen)
-    else:
-        writer = RunWriter.create(folder.parent, folder.name, config.name, resolved.yaml_text, config.workload_name)
-    writer.secrets = resolved.secrets
-    return writer
 
 
 def _prepared_by(config: RunConfig) -> str:
@@ -187,6 +171,7 @@ class Run:
     def __post_init__(self) -> None:
         self.config: RunConfig = self.resolved.config
         self.warned = False  # that the run could not be uploaded completely
+        self.ended = False  # and the display is closed
         shared, layout = self.options.shared, self.writer.layout
         self.display: RunDisplay = self._open_display() if shared is None else shared.display
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
@@ -198,13 +183,24 @@ class Run:
         is_training = self.options.evaluation is None
         nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
         activity = "training" if is_training else "evaluating"
-        self.recorder = Recorder(self.writer, self.display, self.config.checkpoint.metric, activity, nan)
+        installed = [InstalledObservers(self._warn)] if is_training else []
+        self.observers: list[RunObserver] = [*self.options.observers, *installed]
+        self.recorder = Recorder(
+            self.writer, self.display, self.config.checkpoint.metric, activity, nan, observers=self.observers
+        )
         self.keeping.listen(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
 
     def _abort(self, error: DdptrainError) -> None:
         """End the run: its results can no longer be written, or another driver owns it."""
         self.inbox.put(ResultsLost(error))
+
+    def _warn(self, text: str) -> None:
+        """Show a warning of an observer, from any thread."""
+        if self.ended:
+            print(f"ddptrain: warning: {sanitized(text)}", file=sys.stderr, flush=True)
+        else:
+            self.recorder.warn(text)
 
     def _open_display(self) -> RunDisplay:
         return open_display(
@@ -292,8 +288,9 @@ class Run:
         lines = summary.summary_lines if plan is None else summary.evaluation_lines
         view = RunView(self.writer.layout, self.writer.record)
         display.close(sizes, lines(view), last_event)
-        if self.options.ended is not None:
-            self.options.ended(view)
+        self.ended = True
+        for observer in self.observers:
+            observer.on_end(view)
         return run_end
 
     def _finish(self, run_end: run_ends.RunEnd) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 
 from ddptrain.protocol.rank_spec import STACKS_SIGNAL
@@ -22,11 +23,18 @@ class Command(StrEnum):
     INTERRUPT = "interrupt"  # the same, but a script gets SIGINT
     HANG_UP = "hang-up"  # the same with SIGHUP
     QUIT = "quit"  # the same with SIGQUIT
+    USER_1 = "user-1"  # call the handler of SIGUSR1
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
     NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe
 
 
+# Other signals to the driver than SIGTERM that a script gets as they are.
+OF_SIGNALS: dict[int, Command] = {
+    signal.SIGINT: Command.INTERRUPT,
+    signal.SIGHUP: Command.HANG_UP,
+    signal.SIGQUIT: Command.QUIT,
+}
 _FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
 _MAX_LINE_BYTES = 4_096
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # of the thread itself
@@ -51,11 +59,10 @@ def decode(text: str) -> Command:
 class CommandReader:
     """Reads commands from `fd` and calls their handlers in a thread, which ends when `fd` or its other end is closed.
 
-    `rejected` counts lines that are not commands.
+    Lines that are not commands are ignored.
     """
 
     def __init__(self, fd: int) -> None:
-        self.rejected = 0
         self._fd = fd
         self._own_read_fd, self._own_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._handlers: dict[Command, Callable[[], None]] = {}
@@ -79,8 +86,11 @@ class CommandReader:
 
     def _read(self) -> None:
         partial = {self._fd: b"", self._own_read_fd: b""}
+        poll = select.poll()  # select.select() accepts no descriptor above 1023
+        for fd in partial:
+            poll.register(fd, select.POLLIN)
         while True:
-            for fd in _readable(*partial):
+            for fd, _ in poll.poll():
                 try:
                     data = os.read(fd, 4096)
                 except OSError:  # the user's code has closed all descriptors
@@ -90,21 +100,10 @@ class CommandReader:
                 *lines, rest = (partial[fd] + data).split(b"\n")
                 partial[fd] = rest[:_MAX_LINE_BYTES]
                 for line in lines:
-                    self._handle_line(line.decode("ascii", "replace"), is_own=fd == self._own_read_fd)
+                    self._handle(line.decode("ascii", "replace"), is_own=fd == self._own_read_fd)
 
-    def _handle_line(self, text: str, *, is_own: bool) -> None:
-        try:
+    def _handle(self, text: str, *, is_own: bool) -> None:
+        with suppress(CommandError):
             command = Command(text) if is_own else decode(text)
-        except CommandError:
-            self.rejected += 1
-            return
-        if (handle := self._handlers.get(command)) is not None:
-            handle()
-
-
-def _readable(*fds: int) -> list[int]:
-    """Wait until at least one of `fds` can be read; return those that can."""
-    poll = select.poll()  # select.select() accepts no descriptor above 1023
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, _ in poll.poll()]
+            if (handle := self._handlers.get(command)) is not None:
+                handle()

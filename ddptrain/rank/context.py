@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
 from ddptrain.rank.agreement import Agreement, CollectiveValues, PreemptedExit
@@ -118,10 +119,12 @@ class RankContext:
     ) -> None:
         """Log this rank's numbers to metrics.jsonl and to the trackers.
 
-        A tensor on a GPU makes the call wait for the GPU.
+        Values are numbers, or tensors and arrays with one element; a tensor on a GPU makes the call wait for the GPU.
+        `step` is a whole number, `epoch` may be a fraction (1.5: half of the second epoch is over).
 
         Raises:
             TypeError: a value is neither a number nor a tensor with one element, or `step` is not an integer.
+            OSError: the staging disk is full.
         """
         step = optional_whole("step", step)
         self._log(numbers(values), step, optional("epoch", epoch))
@@ -173,13 +176,25 @@ class RankContext:
         return MediaLog(self.rank, self._files, self._tracked)
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
-        """Report this rank's progress in `unit`.
+        """Report this rank's progress: `done` of `total` (None: not known), both in `unit`.
 
         It may be called in every step: at most 10 events per second are sent.
+
+        Raises:
+            TypeError: a value is not a number.
+            OSError: the staging disk is full.
         """
         self._emitter.progress(number("done", done), optional("total", total), unit)
         if unit == "steps":
             self._profiles.reported(int(done))
+
+    def alert(self, text: str) -> None:
+        """Tell the user something that should be looked at now: the first line of `text`, at most 1,000 characters.
+
+        It is shown as a warning, recorded in events.jsonl, and sent to `notify.urls`, with the rank's number. Every
+        rank may call it. Messages in the same minute are sent together.
+        """
+        self._emitter.emit(events.Alert(time.time_ns(), one_line(str(text))[:1_000]))
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
@@ -213,8 +228,12 @@ class RankContext:
         arguments of DistributedDataParallel. The weights keep their names. `accumulate` and the loss scale of fp16 need
         `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which shards the model over all ranks; or "hybrid",
         which shards it over the ranks of each host. Create the optimizer after this call. `shard` and
-        `activation_checkpointing` are names of classes of layers. Raises ValueError for another precision, strategy or
-        class, or `accumulate` below 1.
+        `activation_checkpointing` are names of classes of layers.
+
+        Raises:
+            ValueError: another precision or strategy, a class that no layer has, `accumulate` below 1, or a model that
+                has been prepared before.
+            TypeError: an argument that DistributedDataParallel does not have.
         """
         from ddptrain.rank.prepare import prepare_model, use_compile_cache
 
@@ -225,7 +244,9 @@ class RankContext:
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
-        prepared = prepare_model(model, self.device, settings, lambda: use_compile_cache(self._spec), **ddp)
+        if settings.get("compile"):
+            use_compile_cache(self._spec)
+        prepared = prepare_model(model, self.device, settings, **ddp)
         self._gradients.attach(prepared)
         return prepared
 
@@ -283,7 +304,10 @@ class RankContext:
         `batch_size` is the number of samples per rank; `more` are arguments of DataLoader, such as num_workers. len()
         is the number of batches in an epoch, `remaining` the number of batches that are left. Checkpoints contain the
         position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
-        identified by their order of creation. Raises TypeError for data without a length.
+        identified by their order of creation.
+
+        Raises:
+            TypeError: the data has no length, or `more` has a sampler.
         """
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
@@ -297,14 +321,24 @@ class RankContext:
             yield epoch
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """Return the mean of a number (or of all elements of a tensor) over all ranks, each with its `weight`.
+        """Return the mean of a number (or of all elements of a tensor of any shape) over all ranks.
 
-        All ranks must call it: `if ctx.rank == 0: ctx.mean(...)` makes the run fail.
+        Each rank's value counts with its `weight`, such as its number of samples; NaN if all weights are 0. All ranks
+        must call it: `if ctx.rank == 0: ctx.mean(...)` makes the run fail.
+
+        Raises:
+            RuntimeError: other ranks are in another call, or have ended.
         """
         return self._values.mean(value, weight)
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
-        """Return whether a value is finite on all ranks: the same result on all ranks. All ranks must call it."""
+        """Return whether a number, or all elements of a tensor, are finite on all ranks: equal on all ranks.
+
+        All ranks must call it.
+
+        Raises:
+            RuntimeError: other ranks are in another call, or have ended.
+        """
         return self._values.all_finite(value)
 
     @contextmanager
@@ -312,6 +346,9 @@ class RankContext:
         """Execute the block on rank 0 first, then on all other ranks. Use it for downloads and other preparation.
 
         All ranks must call it. An error of rank 0 ends the run, so no rank waits forever.
+
+        Raises:
+            RuntimeError: a rank has not called it within the time limit of collective operations.
         """
         if self.rank != 0:
             self._agreement.meet("rank_zero_first")
@@ -386,6 +423,11 @@ class RankContext:
         All ranks must call it, and the call waits for all ranks: `if ctx.rank == 0: ctx.resume(...)` makes the run
         fail. `more` are objects with load_state_dict(), named as in checkpoint(). The random states of this rank are
         also restored, if the number of ranks is the same as before.
+
+        Raises:
+            RuntimeError: the weights do not fit the model, the optimizer has other parameters, or a rank has not called
+                it within the time limit of collective operations.
+            ValueError, OSError: files of the checkpoint are damaged or missing.
         """
         resumed = self._checkpoints.load(model, optimizer, more)
         self._profiles.reported(resumed.step if resumed is not None else 0)

@@ -24,9 +24,9 @@ from ddptrain.config.wording import counted
 from ddptrain.errors import CheckpointNotWritten, one_line
 from ddptrain.file_ops import open_append
 from ddptrain.protocol import events
-from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
+from ddptrain.protocol.news import describe_status
+from ddptrain.protocol.rank_errors import is_lost_peer, is_time_out
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec
-from ddptrain.protocol.worker_notices import describe_status
 
 if TYPE_CHECKING:
     from ddptrain.rank.output import Emitter
@@ -168,13 +168,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
         return _event(*_from_spawn(spawned), trace, phase)
     note = _first_member(error) or _ended_loader_workers(error) or _earlier(error, phase)
     message = message_of(error) if note or message_of(error).strip() else _raising_line(error)
-    failed = _event(type(error).__qualname__, _with_note(message, note), trace, phase)
-    return dataclasses.replace(
-        failed,
-        lost_peer=lost_peer(error),
-        timed_out=timed_out(error),
-        unwritable=isinstance(error, CheckpointNotWritten),
-    )
+    return _event(type(error).__qualname__, _with_note(message, note), trace, phase, error)
 
 
 def handled(phase: str) -> events.Failure | None:
@@ -271,8 +265,9 @@ def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
     """Return the event for a sys.exit() that is not a success, with the current time."""
     message = _with_note(f"sys.exit({stop.code!r})", _wrong_argument(stop) or _earlier(stop, phase))
-    failed = _event("SystemExit", message, user_traceback(stop), phase, exit_code=exit_code(stop))
-    return dataclasses.replace(failed, lost_peer=lost_peer(stop), timed_out=timed_out(stop))
+    return dataclasses.replace(
+        _event("SystemExit", message, user_traceback(stop), phase, stop), exit_code=exit_code(stop)
+    )
 
 
 def _wrong_argument(stop: SystemExit) -> str:
@@ -282,14 +277,17 @@ def _wrong_argument(stop: SystemExit) -> str:
     return clipped(one_line(str(errors[-1].f_locals["message"])), 300) if errors else ""
 
 
-def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | None = None) -> events.Failure:
+def _event(kind: str, message: str, trace: str, phase: str, error: BaseException | None = None) -> events.Failure:
+    """Return the event; `error` is None for an exception of another process, which is no victim of another rank."""
     return events.Failure(
         time.time_ns(),
         type=kind,
         message=clipped(message, 4_000),
         traceback=clipped(trace, 100_000),
         phase=phase,
-        exit_code=exit_code,
+        lost_peer=error is not None and lost_peer(error),
+        timed_out=error is not None and timed_out(error),
+        unwritable=isinstance(error, CheckpointNotWritten),
     )
 
 

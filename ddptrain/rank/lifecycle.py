@@ -11,12 +11,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
-from ddptrain.protocol import deadlines, error_file, events
-from ddptrain.protocol.commands import Command, CommandReader
+from ddptrain.protocol import deadlines, events
+from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
+from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
@@ -298,7 +300,7 @@ class RankLifecycle:
     def _read_error_file(self) -> events.Failure | None:
         """Return the error that a script has written to its error file, as torch elastic's record() does."""
         path = Path(self.spec.host.staging) / ERROR_FILE
-        return error_file.read_error_file(path) if self.spec.code.is_script else None
+        return read_error_file(path) if self.spec.code.is_script else None
 
     def _print_traceback(self, trace: str) -> None:
         _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
@@ -315,10 +317,9 @@ class RankLifecycle:
         os.register_at_fork(after_in_child=self._on_fork)
         on = self.commands.on
         on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
-        on(Command.PREEMPT, lambda: self._preempt(signal.SIGTERM))
-        on(Command.INTERRUPT, lambda: self._preempt(signal.SIGINT))
-        on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
-        on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
+        for signum, command in {signal.SIGTERM: Command.PREEMPT, **OF_SIGNALS}.items():
+            on(command, partial(self._preempt, signum))
+        on(Command.USER_1, self._on_user_signal)
         on(Command.STOP, self._stop)
         on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
@@ -336,6 +337,13 @@ class RankLifecycle:
     def _on_fork(self) -> None:
         if self._owns_sigterm():  # a forked child must end on SIGTERM, and not notify the driver for the rank
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_user_signal(self) -> None:
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.spec.rank == 0:
+            text = "SIGUSR1 has no effect: the code has set no handler for it"
+            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
 
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ddptrain.ci import CiService, ci_service
 from ddptrain.config.wording import shorten
@@ -146,7 +146,7 @@ def _write_stderr(text: str) -> None:
 
 
 class Reporting:
-    """Reports the end of one command: that of its run, or the error that prevented the run.
+    """Reports the end of one command: that of its run, which it observes, or the error that prevented the run.
 
     with Reporting(name, destinations) as reporting:
         ...  # calls reporting.ended(report)
@@ -172,9 +172,12 @@ class Reporting:
         self._done = True
         write_reports(report, self.destinations)
 
-    def run_ended(self, view: RunView) -> None:
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Do nothing: a report is about the end of a run."""
+
+    def on_end(self, run: RunView) -> None:
         """Write the report of a run."""
-        self._report(lambda report: report.of_run(view, secrets=self.secrets))
+        self._report(lambda report: report.of_run(run, secrets=self.secrets))
 
     def checked(self) -> None:
         """Write the report of a check that started nothing."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
 from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
@@ -235,14 +235,16 @@ class RunWriter:
         }
         return dataclasses.replace(failure, **texts)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
+    def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one line to events.jsonl, stamped with `time_s` unless it has one; return it, without secrets."""
         kept = {
             name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
         }
+        line = {"time_s": time.time(), **kept}
         with self._mutex:
             if self.loss is None:
-                self._events.append({"time_s": time.time(), **kept})
+                self._events.append(line)
+        return line
 
     def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
         """Append lines to metrics.jsonl with the next flush(); run.json follows a second or more later.

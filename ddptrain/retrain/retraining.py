@@ -37,6 +37,7 @@ from ddptrain.errors import (
 from ddptrain.log import Log
 from ddptrain.model_registry.registry import user_name
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
+from ddptrain.notify.run_messages import RunMessages
 from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
 from ddptrain.results.layout import new_run_id
@@ -349,6 +350,7 @@ def train_run(start: Start) -> None:
         resume="auto",
         full_traceback=start.options.full_traceback,
         all_ranks=start.options.all_ranks,
+        observers=[RunMessages(start.resolved, tells_end=False)] if start.resolved.config.notify.urls else [],
     )
     with _progress_to(start):
         code = train(start.resolved, options)

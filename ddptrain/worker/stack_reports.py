@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from ddptrain.file_ops import hash_file, open_append
-from ddptrain.protocol import error_file, events
+from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in
-from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
+from ddptrain.protocol.rank_errors import is_lost_peer, is_time_out, read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
@@ -123,7 +123,7 @@ def announce_flight_record(spool: RankSpool, spec: RankSpec) -> None:
 
 def report_error_file(spool: RankSpool, status: int) -> None:
     """Report the error that a failed script has written into its error file before it ended without an event."""
-    if status != 0 and (failure := error_file.read_error_file(spool.staging / ERROR_FILE)) is not None:
+    if status != 0 and (failure := read_error_file(spool.staging / ERROR_FILE)) is not None:
         _emit(spool, dataclasses.replace(failure, exit_code=status if status > 0 else None))
 
 

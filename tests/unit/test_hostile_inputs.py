@@ -143,6 +143,7 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "failure", "time_ns": 1, "type": "ValueError", "message": "m", "traceback": "t", "exit_code": 3},
     {"event": "stacks", "time_ns": 1, "main": ["a.py:1 f"], "sequence": 3, "state": ""},
     {"event": "note", "time_ns": 1, "message": "m", "level": "info"},
+    {"event": "alert", "time_ns": 1, "message": "m"},
 ]
 
 

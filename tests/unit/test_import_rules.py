@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
         "tracking",
         "worker",
     },
-    "notify": set(),
+    "notify": {"results"},
     "reports": {"model_registry", "results", "storage"},
     "retrain": {"clusters", "driver", "model_registry", "notify", "reports", "results", "storage"},
     "schedule": {"model_registry", "notify", "results", "retrain", "storage"},

@@ -12,7 +12,7 @@ from ddptrain.cli.options import JsonOption, checked, set_option
 from ddptrain.cli.printing import print_result, say
 from ddptrain.errors import ExitCode, UsageError
 
-app = typer.Typer(name="notify", help="Notifications of retrainings: try them.", no_args_is_help=True)
+app = typer.Typer(name="notify", help="Notifications of runs and retrainings: try them.", no_args_is_help=True)
 
 
 @app.callback()

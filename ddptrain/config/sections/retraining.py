@@ -1,4 +1,4 @@
-"""The sections that `ddptrain retrain` reads: retrain, data, notify and models. `ddptrain train` ignores them."""
+"""The sections that `ddptrain retrain` reads: retrain, data, notify and models. `ddptrain train` reads notify only."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ Event = Literal["failed", "rejected", "recovered", "late", "promoted", "always"]
 
 
 class NotifyConfig(Strict):
-    """Whom `ddptrain retrain` and `ddptrain schedule check` tell what happened."""
+    """Who is notified of failed runs, of alerts of ranks, of retrainings, and of models that are late."""
 
     urls: Annotated[
         list[Annotated[str, AfterValidator(_apprise_url)]],

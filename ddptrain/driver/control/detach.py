@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from ddptrain import ci
+from ddptrain.driver.observers import OPENED
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.file_ops import write_all
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
 from ddptrain.results.secure_files import open_to_append
 
 READY_OPTION = "--ready-fd"
@@ -169,28 +171,32 @@ def _stop_process(process: subprocess.Popen[bytes]) -> None:
 # --- the driver ---
 
 
-def tell_begun(ready: int, layout: RunLayout, reason: str) -> None:
-    """Redirect stdout and stderr to the run's driver.log, and tell the waiting process that the run has begun.
+class ReadyPipe:
+    """A run observer of a detached driver: reports to the process that waits that the run has begun, or was done.
 
-    Raises ResultsError if the log can't be written.
+    Raises ResultsError if the log of the driver can't be written.
     """
-    _tell(ready, _begun(layout, reason, _redirect_output(layout.driver_log), done=False))
 
+    def __init__(self, ready_fd: int) -> None:
+        self._fd = ready_fd
 
-def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
-    """Tell the waiting process that the run has already succeeded, so that nothing is started."""
-    log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
-    _tell(ready, _begun(layout, reason, log_from, done=True))
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Redirect stdout and stderr to the run's driver.log when the run is opened, and report it."""
+        if event["event"] != OPENED:
+            return
+        layout, done = RunLayout(Path(event["folder"])), event["done"]
+        if not done:
+            log_from = _redirect_output(layout.driver_log)
+        else:
+            log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
+        log = layout.shown_path(layout.driver_log)
+        host = socket.gethostname()
+        begun = Begun(event["run_id"], event["run_dir"], os.getpid(), host, log, event["reason"], log_from, done)
+        with suppress(OSError), os.fdopen(self._fd, "wb") as pipe:  # the waiting process may be gone
+            pipe.write(json.dumps(dataclasses.asdict(begun)).encode())
 
-
-def _begun(layout: RunLayout, reason: str, log_from: int, *, done: bool) -> Begun:
-    log = layout.shown_path(layout.driver_log)
-    return Begun(layout.root.name, layout.where, os.getpid(), socket.gethostname(), log, reason, log_from, done)
-
-
-def _tell(ready: int, begun: Begun) -> None:
-    with suppress(OSError), os.fdopen(ready, "wb") as pipe:  # the waiting process may be gone
-        pipe.write(json.dumps(dataclasses.asdict(begun)).encode())
+    def on_end(self, run: RunView) -> None:
+        """Do nothing: nobody waits for the end."""
 
 
 def _redirect_output(log: Path) -> int:

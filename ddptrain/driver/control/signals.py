@@ -1,6 +1,7 @@
-"""Converts signals that ask to end to messages to the driver's main loop while a run is active.
+"""Converts signals to requests to the driver's main loop while a run is active.
 
-The first asks the ranks to save, the second stops them, the third kills them, and a fourth ends this process at once.
+The first that asks to end lets the ranks save, the second stops them, the third kills them, and a fourth ends this
+process at once. `ddptrain stop --now` kills them with the first.
 """
 
 from __future__ import annotations
@@ -13,31 +14,46 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from ddptrain.driver.inbox import Inbox, SignalReceived
+from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_MOST = 3  # signals that the run handles
+REQUESTS = {
+    signal.SIGINT: Request.END,
+    signal.SIGTERM: Request.END,
+    signal.SIGHUP: Request.END,
+    signal.SIGQUIT: Request.END,
+    signal.SIGUSR1: Request.FORWARD,
+}
+MOST = 3  # signals that the run handles
 
 
 class Signals:
-    """A signal handler: each signal becomes a message, and within `interrupting()` also an exception."""
+    """A signal handler: each signal becomes a request. One that asks to end is also an exception in `interrupting()`.
+
+    taken: the signals that ask to end. asked: `ddptrain stop` has sent the first of them. now: `ddptrain stop --now`.
+    """
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
         self.taken: list[int] = []
-        self.asked = False  # whether `ddptrain stop` caused the first signal
+        self.asked = self.now = False
         self._interrupts = False
 
     def take(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal; installed with signal.signal()."""
+        if (request := REQUESTS[signal.Signals(signum)]) is Request.FORWARD:
+            self.inbox.put(SignalReceived(signum, request))
+            return
         self.taken.append(signum)
-        if len(self.taken) > _MOST:  # it does not get to its end
+        if len(self.taken) > MOST:  # it does not get to its end
             os._exit(128 + signum)
-        self.inbox.put(SignalReceived(signum))
+        self.inbox.put(self._request(signum))
         if self._interrupts:
             self._interrupts = False
             raise Interrupted(signum)
+
+    def _request(self, signum: int) -> SignalReceived:
+        return SignalReceived(signum, Request.STOP_NOW if self.now else Request.END)
 
     def send(self, signum: int) -> None:
         """Send the run a signal, from any thread."""
@@ -81,7 +97,7 @@ class ThreadSignals(Signals):
         """Deliver a signal to this run."""
         self.taken.append(signum)
         self._sent.set()
-        self.inbox.put(SignalReceived(signum))
+        self.inbox.put(self._request(signum))
 
     def pause(self, seconds: float) -> None:
         """Sleep. Raises Interrupted at a signal."""
@@ -90,14 +106,16 @@ class ThreadSignals(Signals):
 
 
 @contextlib.contextmanager
-def signals_to(inbox: Inbox) -> Iterator[Signals]:
+def signals_to(inbox: Inbox, *, passes_on: bool = False) -> Iterator[Signals]:
     """Handle signals with the yielded object until the block ends, then restore the former handlers.
 
+    passes_on: also those that the ranks get. Others have their usual effect.
     Ignored signals stay ignored (nohup, background jobs of a shell). Within another such block, a signal that the outer
     object has already received is sent again, because it has not been handled yet.
     """
     taken = Signals(inbox)
-    numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = [number for number, request in REQUESTS.items() if passes_on or request is not Request.FORWARD]
+    numbers = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, taken.take) for number in numbers}
     outer = getattr(before.get(signal.SIGTERM), "__self__", None)
     if isinstance(outer, Signals) and outer.taken:

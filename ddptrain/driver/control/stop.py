@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.driver.control.signals import MOST
 from ddptrain.errors import ClusterError, ConfigError, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.2
 _AGAIN_S = 0.1
 _HANDLED_WITHIN_S = 2.0  # a starting cluster may block the first signal until the second arrives
-_SIGNALS_FOR_NOW = 3  # these kill the ranks; a fourth signal would end the driver before it writes run.json
 _MARGIN_S = 30.0
 _DEFAULT_GRACE_S = 30.0
 _STORE_EVERY_S = 2.0
@@ -67,8 +67,7 @@ class StopRequest:
 def stop_requests(writer: RunWriter, signals: Signals) -> Iterator[None]:
     """Convert stop requests in the run directory to signals to this process until the block ends.
 
-    Requests without `now` send one SIGTERM altogether, so that the ranks can save. A request with `now` has the effect
-    of Ctrl-C pressed three times.
+    Requests without `now` send one SIGTERM altogether, so that the ranks can save. One with `now` kills the ranks.
     """
     ended = threading.Event()
     watch = threading.Thread(target=_watch, args=(writer, signals, ended), name="ddptrain-stop", daemon=True)
@@ -81,13 +80,12 @@ def stop_requests(writer: RunWriter, signals: Signals) -> Iterator[None]:
 
 
 def _watch(writer: RunWriter, signals: Signals, ended: threading.Event) -> None:
-    sent = 0
     while not ended.is_set():
         request = _take_request(writer.layout)
         if request is not None:
             with suppress(ResultsError):  # stop even if the disk is full
                 writer.event({"event": "stop_requested", "now": request.now, "by": request.by})
-            sent += _send_signals(request, signals, sent, ended)
+            _send_signal(request, signals, ended)
         ended.wait(_LOOK_EVERY_S)
 
 
@@ -105,19 +103,23 @@ def _take_request(layout: RunLayout) -> StopRequest | None:
     return request if (request.pid, request.host) == (os.getpid(), socket.gethostname()) else None
 
 
-def _send_signals(request: StopRequest, signals: Signals, sent: int, ended: threading.Event) -> int:
-    """Send the missing signals to the run and return their number; `sent` is the number of earlier signals."""
-    missing = (_SIGNALS_FOR_NOW if request.now else 1) - max(sent, len(signals.taken))
-    signals.asked = signals.asked or (missing > 0 and not signals.taken)
+def _send_signal(request: StopRequest, signals: Signals, ended: threading.Event) -> None:
+    """Send the run a signal, unless it has it already."""
+    is_new = not signals.now if request.now else not (signals.taken or signals.asked)
+    if not is_new or len(signals.taken) >= MOST:  # one more would end the driver before it writes run.json
+        return
+    signals.now = request.now
+    signals.asked = signals.asked or not signals.taken
     # Background jobs of a shell ignore SIGINT.
     can_interrupt = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
-    for _ in range(missing):
-        before = len(signals.taken)
+    before = len(signals.taken)
+    for _ in range(2 if request.now else 1):
         signals.send(signal.SIGINT if request.now and can_interrupt else signal.SIGTERM)
         handled_by = time.monotonic() + _HANDLED_WITHIN_S
         while len(signals.taken) == before and time.monotonic() < handled_by and not ended.wait(_AGAIN_S):
-            continue  # two signals at once would count as one
-    return max(0, missing)
+            continue
+        if len(signals.taken) > before:
+            return
 
 
 # --- in the command that stops the run ---

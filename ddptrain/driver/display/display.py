@@ -39,7 +39,7 @@ from ddptrain.driver.display.renderers import (
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 
 if TYPE_CHECKING:
-    from ddptrain.protocol.worker_notices import SystemSample
+    from ddptrain.protocol.news import SystemSample
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -61,7 +61,6 @@ class Display(RunDisplay):
         stdout: terminal.Stream,
         stderr: terminal.Stream,
         logs_dir: Path,
-        aborted: threading.Event,
         *,
         groups_ranks: bool = False,
     ) -> None:
@@ -77,7 +76,7 @@ class Display(RunDisplay):
         self._unread: set[int] = set()  # ranks of which more can be read or shown
         self._all_read_s = 0.0
         self._dropped = self._dropped_reported = 0
-        self._wake, self._aborted = threading.Event(), aborted
+        self._wake, self._aborted = threading.Event(), threading.Event()
         self._final_sizes: Mapping[int, int] = {}
         self._deadline_s = CLOSE_DEADLINE_S
         self._end: tuple[Sequence[str], Mapping[str, Any]] | None = None  # set by `close`
@@ -142,7 +141,7 @@ class Display(RunDisplay):
             self._wake.set()
             self._join(deadline_s)
             if self.broken:  # stdout is not read, but the user should see how the run ended
-                self._stderr.write_within("".join(f"{line}\n" for line in summary), _LAST_WRITE_S)
+                self._stderr.write("".join(f"{line}\n" for line in summary), _LAST_WRITE_S)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +186,7 @@ class Display(RunDisplay):
         return self._stdout.sent_bytes + self._stderr.sent_bytes + sum(tail.offset for tail in self._tails.values())
 
     def _write_last(self, text: str) -> None:
-        self._stderr.write_within(format_notice(text), _LAST_WRITE_S)
+        self._stderr.write(format_notice(text), _LAST_WRITE_S)
 
     # --- the display's thread ---
 
@@ -339,9 +338,7 @@ def open_display(
     long the run has already been running. Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
-    aborted = threading.Event()
-    out = terminal.Stream(stdout or sys.stdout, aborted.is_set)
-    err = terminal.Stream(stderr or sys.stderr, aborted.is_set)
+    out, err = terminal.Stream(stdout or sys.stdout), terminal.Stream(stderr or sys.stderr)
     colour = terminal.wants_colour(out.is_terminal, environ)
     renderer: Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
@@ -353,4 +350,4 @@ def open_display(
             size = functools.partial(terminal.terminal_size, out.fd, environ)
             renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
-    return Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks).start()
+    return Display(renderer, out, err, logs_dir, groups_ranks=groups_ranks).start()

@@ -36,14 +36,13 @@ class LineAssembler:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text = ""
-        self._returned = False  # the last character was "\r": the next one overwrites the text
-        self._redrawn = False  # this line has had a "\r": it is a progress bar, or its "\n" follows
+        self._text = ""  # of the unfinished line; a "\r" at its end may begin CR LF, or the next state of a bar
+        self._is_redrawn = False  # the unfinished line has had a "\r"
 
     @property
     def redrawn(self) -> str:
         """The unfinished line as a terminal shows it, if it uses carriage returns; else ""."""
-        return self._text if self._redrawn else ""
+        return self._text.removesuffix("\r") if self._is_redrawn else ""
 
     def feed(self, data: bytes) -> list[RankLine]:
         """Return the lines that `data` completes, and the pieces of a line that has become too long."""
@@ -52,47 +51,29 @@ class LineAssembler:
     def finish(self) -> list[RankLine]:
         """Return the last line of the stream, if it has no newline."""
         lines = self._cut(self._decoder.decode(b"", True))
-        if self._text:
-            lines.append(RankLine(self._text, ended=False))
-        return lines
+        rest = self._text.removesuffix("\r")
+        return [*lines, RankLine(rest, ended=False)] if rest else lines
 
     def _cut(self, text: str) -> list[RankLine]:
+        *ended, text = (self._text + text).split("\n")
         lines: list[RankLine] = []
-        first, *others = text.split("\n")
-        self._extend(first, lines)
-        if not others:
-            return lines
-        lines.append(RankLine(self._text))
-        self._restart()
-        last = others.pop()
-        for part in others:
-            if len(part) <= MAX_LINE_CHARS and "\r" not in part:  # the fast path for nearly every line
+        for part in ended:
+            if len(part) <= MAX_LINE_CHARS and "\r" not in part:  # nearly every line
                 lines.append(RankLine(part))
             else:
-                self._extend(part, lines)
-                lines.append(RankLine(self._text))
-                self._restart()
-        self._extend(last, lines)
+                *pieces, last = _pieces(part)
+                lines += [*(RankLine(piece, ended=False) for piece in pieces), RankLine(last)]
+        self._is_redrawn = "\r" in text or (self._is_redrawn and not ended)
+        *pieces, last = _pieces(text)
+        lines += [RankLine(piece, ended=False) for piece in pieces]
+        self._text = f"{last}\r" if text.endswith("\r") else last
         return lines
 
-    def _extend(self, text: str, lines: list[RankLine]) -> None:
-        """Add text without a newline to the current line."""
-        for index, part in enumerate(text.split("\r")):
-            if index:
-                self._returned = self._redrawn = True
-            if part:
-                self._append(part, lines)
 
-    def _append(self, part: str, lines: list[RankLine]) -> None:
-        if self._returned:
-            self._text, self._returned = "", False
-        self._text += part
-        while len(self._text) > MAX_LINE_CHARS:
-            lines.append(RankLine(self._text[:MAX_LINE_CHARS], ended=False))
-            self._text = self._text[MAX_LINE_CHARS:]
-
-    def _restart(self) -> None:
-        self._text, self._returned, self._redrawn = "", False, False
+def _pieces(line: str) -> list[str]:
+    """Return what a terminal shows of a line with carriage returns, in pieces of bounded length."""
+    shown = line.rstrip("\r").rpartition("\r")[2]
+    return [shown[at : at + MAX_LINE_CHARS] for at in range(0, len(shown) or 1, MAX_LINE_CHARS)]
 
 
 class LogTail:

@@ -7,18 +7,17 @@ import errno
 import os
 import re
 import select
-import stat
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from ddptrain.errors import UsageError
 from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import columns_of
 
-POLL_MS = 100
-FILE_CHUNK_BYTES = 1 << 20
+POLL_S = 0.1
 MODES = ("auto", "live", "plain", "json")
 RESET = "\x1b[0m"
 CYAN, YELLOW, RED, GREEN, DIM = "36", "33", "31", "32", "2"
@@ -103,59 +102,47 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 class Stream:
     """Writes text to a file, and never raises; `broken` is the reason why nothing can be written any more, or "".
 
-    Before each write it waits for room, so that a reader that has stopped cannot block this thread for ever.
+    `write` waits for the reader, so only the display's daemon thread calls it.
     """
 
-    def __init__(self, file: TextIO | None, give_up: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, file: TextIO | None) -> None:
         self.broken = "" if file is not None else "closed"
         self.sent_bytes = 0
         self.encoding = codecs.lookup(getattr(file, "encoding", None) or "utf-8").name
         self.fd = -1
-        self._file, self._give_up = file, give_up
-        self._poll = select.poll()
-        try:
+        self._file = file
+        with suppress(OSError, ValueError, AttributeError):  # it has no descriptor
             if file is not None:
                 file.flush()
                 self.fd = file.fileno()
-        except (OSError, ValueError, AttributeError):
-            return  # it has no descriptor
-        if self.fd >= 0:
-            self._poll.register(self.fd, select.POLLOUT)
-            # A pipe that polls as ready takes PIPE_BUF bytes without blocking.
-            is_file = stat.S_ISREG(os.fstat(self.fd).st_mode)
-            self._chunk_bytes = FILE_CHUNK_BYTES if is_file else select.PIPE_BUF
 
     @property
     def is_terminal(self) -> bool:
         """Whether the stream is a terminal."""
         return self.fd >= 0 and os.isatty(self.fd)
 
-    def write(self, text: str) -> None:
-        """Write whole lines, as fast as the reader reads; characters that the encoding does not have become "?"."""
-        self._write(text, self._give_up)
+    def write(self, text: str, timeout_s: float | None = None) -> None:
+        """Write whole lines; characters that the encoding does not have become "?".
 
-    def write_within(self, text: str, timeout_s: float) -> None:
-        """Write as much as the reader reads within `timeout_s`; at least one write is tried."""
-        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may have been suspended
-        self._write(text, lambda: not next(not_tried, False) and time.monotonic() > end_s)
-
-    def _write(self, text: str, give_up: Callable[[], bool]) -> None:
+        With `timeout_s`, write only what the reader takes in this time; at least one write is tried.
+        """
         if self.broken or not text:
             return
         rest = memoryview(text.encode(self.encoding, "replace"))
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             if self.fd < 0 and self._file is not None:
                 self._file.write(bytes(rest).decode(self.encoding))
                 self._file.flush()
-                self.sent_bytes += len(rest)
                 return
-            while rest and not give_up():
-                if not self._poll.poll(POLL_MS):
-                    continue
+            while rest:
+                if end_s is not None and not self._has_room(max(end_s - time.monotonic(), 0.0)):
+                    return
                 try:
-                    count = os.write(self.fd, rest[: self._chunk_bytes])
-                except BlockingIOError:
-                    time.sleep(0.005)  # another process made it non-blocking, and there is too little room
+                    # A pipe with room takes PIPE_BUF bytes without blocking; `sent_bytes` shows that a reader reads.
+                    count = os.write(self.fd, rest[: select.PIPE_BUF])
+                except BlockingIOError:  # another process has made it non-blocking
+                    self._has_room(POLL_S)
                     continue
                 rest = rest[count:]
                 self.sent_bytes += count
@@ -166,3 +153,8 @@ class Stream:
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, self.fd)
                 os.close(devnull)
+
+    def _has_room(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(timeout_s * 1000))

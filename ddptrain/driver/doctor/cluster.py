@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +30,7 @@ if TYPE_CHECKING:
 
 _FACTS_S = 15.0
 _CLOCK_BAD_S, _CLOCK_WARNING_S = 1.0, 0.1
-_CLOCK_TRIES = 3
 _MEASURE_S = 120.0  # for all: torch on a cold disk, the connections of many ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer of one worker. clock_s: how far its clock is ahead of ours, certain to `uncertain_s`."""
-
-    facts: HostFacts | None = None
-    clock_s: float = 0.0
-    uncertain_s: float = 0.0
-    error: str = ""
 
 
 def check_cluster(cluster: str, config: ClusterConfig, tell: Callable[[str], None]) -> list[Check]:
@@ -58,10 +46,10 @@ def check_cluster(cluster: str, config: ClusterConfig, tell: Callable[[str], Non
         for worker in overview["workers"]:
             known.setdefault(worker["host"], worker["address"])
         known = known or {address: address for address in client.nthreads()}
-        answers = dict(zip(known, client.sync(_ask_all, client, list(known.values())), strict=True))
-    ranks = sum(worker["slots"] for worker in overview["workers"])
-    checks = [check for host, answer in answers.items() for check in _of_host(host, answer, ranks)]
-    checks += judge_differences([answer.facts for answer in answers.values() if answer.facts is not None])
+        ranks = sum(worker["slots"] for worker in overview["workers"])
+        hosts: list[tuple[HostFacts | None, list[Check]]] = client.sync(_ask_all, client, known, ranks)
+    checks = [check for _, of_host in hosts for check in of_host]
+    checks += judge_differences([facts for facts, _ in hosts if facts is not None])
     free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
     if not free or overview["waiting"]:
         why = "no slot is free, or runs wait for slots" if ranks else "its workers have no slots before the first run"
@@ -70,42 +58,40 @@ def check_cluster(cluster: str, config: ClusterConfig, tell: Callable[[str], Non
     return checks + _measured(cluster, free)
 
 
-async def _ask_all(client: Client, workers: Sequence[str]) -> list[_Answer]:
-    return list(await asyncio.gather(*(_ask(client, worker) for worker in workers)))
+async def _ask_all(client: Client, known: Mapping[str, str], ranks: int) -> list[tuple[HostFacts | None, list[Check]]]:
+    return list(await asyncio.gather(*(_ask(client, host, worker, ranks) for host, worker in known.items())))
 
 
-async def _ask(client: Client, worker: str) -> _Answer:
+async def _ask(client: Client, host: str, worker: str, ranks: int) -> tuple[HostFacts | None, list[Check]]:
+    """Return the facts of a host and their checks, which compare its clock with ours."""
+
+    async def ask(function: Callable[..., Any], *arguments: object) -> Any:
+        return (await client.run(function, *arguments, workers=[worker]))[worker]
+
+    error = ""
     try:
         async with asyncio.timeout(_FACTS_S):
-            offsets = []
-            for _ in range(_CLOCK_TRIES):
-                before = time.time()
-                there_s = float((await client.run(driver_calls.read_clock, workers=[worker]))[worker])
-                after = time.time()
-                offsets.append((max(0.0, after - before) / 2, there_s - (before + after) / 2))
-            facts = await client.run(driver_calls.host_facts, _FACTS_S, workers=[worker])
-        uncertain_s, clock_s = min(offsets)
-        return _Answer(TypeAdapter(HostFacts).validate_json(facts[worker]), clock_s, uncertain_s)
+            await ask(driver_calls.read_clock)  # opens the connection
+            before = time.time()
+            there_s = float(await ask(driver_calls.read_clock))
+            after = time.time()
+            facts = TypeAdapter(HostFacts).validate_json(await ask(driver_calls.host_facts, _FACTS_S))
     except TimeoutError:
-        return _Answer(error=f"it does not answer within {_FACTS_S:g} s")
-    except Exception as error:  # a worker's own exception arrives as it was raised there
-        return _Answer(error=one_line(error))
-
-
-def _of_host(host: str, answer: _Answer, ranks: int) -> list[Check]:
-    if answer.facts is None:
-        return [Check("answer", Result.BAD, answer.error, "cluster logs NAME may say why", host)]
-    facts = answer.facts
+        error = f"it does not answer within {_FACTS_S:g} s"
+    except Exception as raised:  # a worker's own exception arrives as it was raised there
+        error = one_line(raised)
+    if error:
+        return None, [Check("answer", Result.BAD, error, "cluster logs NAME may say why", host)]
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     gpus = f"{len(facts.gpus)} GPUs" if facts.gpus else "no GPU"
     checks = [Check("host", Result.OK, f"{facts.cores} cores, {gpus}, {versions}"), *judge_host(facts, ranks)]
-    certain_s = abs(answer.clock_s) - answer.uncertain_s
+    ahead_s = there_s - (before + after) / 2
+    certain_s = abs(ahead_s) - max(0.0, after - before) / 2
     if certain_s > _CLOCK_WARNING_S:
         result = Result.BAD if certain_s > _CLOCK_BAD_S else Result.WARNING
-        way = "ahead of" if answer.clock_s > 0 else "behind"
-        text = f"{abs(answer.clock_s):.2f} s {way} that of this machine"
+        text = f"{abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} that of this machine"
         checks.append(Check("clock", result, text, "synchronize the clocks (chrony, systemd-timesyncd)"))
-    return [dataclasses.replace(check, host=facts.hostname) for check in checks]
+    return facts, [dataclasses.replace(check, host=facts.hostname) for check in checks]
 
 
 def _measured(cluster: str, free: int) -> list[Check]:

@@ -20,7 +20,6 @@ _ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl"})
 _COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the version must be equal
 _MIN_COMPARED = 3  # of two values, nobody knows which one is wrong
 _SLOW_BAD, _SLOW_WARNING = 0.5, 0.8  # of the median
-_CLOCK_BAD_S, _CLOCK_WARNING_S = 60.0, 3.0  # the Date of a server has whole seconds, and arrives with a delay
 
 
 class Result(StrEnum):
@@ -209,16 +208,3 @@ def _interfaces(facts: HostFacts) -> Iterable[Check]:
 def _names_one(name: str, up: Sequence[str]) -> bool:
     """Return whether NCCL's rules (a prefix, or = and a name) find an interface."""
     return name[1:] in up if name.startswith("=") else any(each.startswith(name) for each in up)
-
-
-def judge_clock(offset_s: float | None, server: str) -> Check:
-    """Return the check of the clock. offset_s: how far it is ahead of `server`; None: no server was asked."""
-    if offset_s is None:
-        return Check("clock", Result.SKIPPED, "not compared: no server is configured or reachable")
-    away_s = abs(offset_s)
-    if away_s <= _CLOCK_WARNING_S:
-        return Check("clock", Result.OK, f"as that of {server}")
-    way = "ahead of" if offset_s > 0 else "behind"
-    result = Result.BAD if away_s > _CLOCK_BAD_S else Result.WARNING
-    hint = "synchronize the clock (chrony, systemd-timesyncd)"
-    return Check("clock", result, f"{away_s:.0f} s {way} that of {server}", hint)

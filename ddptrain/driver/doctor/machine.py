@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import email.utils
 import platform
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
+from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_host, judge_torch
 from ddptrain.errors import ClusterError, DdptrainError, one_line
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.redact import hide_credentials
@@ -36,26 +33,16 @@ _SERVER_S = 3.0
 _WANDB = "https://api.wandb.ai"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server answered. clock_ahead_s: how far the clock of this machine is ahead of its Date, if it has one."""
-
-    url: str
-    error: str = ""
-    clock_ahead_s: float | None = None
-
-
 def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
     """Check this machine for runs in `runs_dir`, a folder or a URL."""
     folder = Path.cwd() if is_url(runs_dir) else _existing(Path(runs_dir))
     with ThreadPoolExecutor() as pool:
-        facts = pool.submit(_process, "ddptrain.worker.host_facts", [str(folder), ""], environ)
-        torch = pool.submit(_process, "ddptrain.rank.torch_probe", [], environ)
-        answers = list(pool.map(ask_server, _servers(environ)))
+        facts = pool.submit(_facts, HostFacts, "ddptrain.worker.host_facts", [str(folder), ""], environ)
+        torch = pool.submit(_facts, TorchFacts, "ddptrain.rank.torch_probe", [], environ)
         store = pool.submit(_store, runs_dir)
+        servers = list(pool.map(check_server, _servers(environ)))
         checks = [Check("Python", Result.OK, f"{platform.python_version()}, {sys.executable}")]
-        host, problem = _decoded(HostFacts, *facts.result())
-        tried, failed = _decoded(TorchFacts, *torch.result())
+        (host, problem), (tried, failed) = facts.result(), torch.result()
         tried = tried or TorchFacts(problems={"torch": failed})
         gpus: tuple[str, ...] = ()
         try:
@@ -68,10 +55,7 @@ def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
             checks.append(Check("host", Result.BAD, f"its facts can't be read: {problem}"))
         else:
             checks += judge_host(host, default_slots(gpus))
-        checks += [check_ports(), *store.result()]
-    checks += [_reached(answer) for answer in answers]
-    known = next((answer for answer in answers if answer.clock_ahead_s is not None), None)
-    return [*checks, judge_clock(known.clock_ahead_s if known else None, known.url if known else "")]
+        return [*checks, check_ports(), *store.result(), *servers]
 
 
 def _existing(folder: Path) -> Path:
@@ -80,25 +64,21 @@ def _existing(folder: Path) -> Path:
     return next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
 
 
-def _process(module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Run a module with this Python; return its output, and why it failed, or ""."""
+def _facts(
+    kind: type[Facts], module: str, arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Facts | None, str]:
+    """Run a module with this Python; return the facts that it prints, and why there are none, or ""."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            return None, last[0]
+        return TypeAdapter(kind).validate_json(done.stdout.strip().splitlines()[-1]), ""
     except subprocess.TimeoutExpired:
-        return "", f"it does not answer within {_PROCESS_S:g} s"
-    last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return done.stdout, last[0] if done.returncode else ""
-
-
-def _decoded(kind: type[Facts], text: str, error: str) -> tuple[Facts | None, str]:
-    if error:
-        return None, error
-    try:
-        facts: Facts = TypeAdapter(kind).validate_json(text.strip().splitlines()[-1])
+        return None, f"it does not answer within {_PROCESS_S:g} s"
     except (ValueError, IndexError) as wrong:
         return None, one_line(wrong)
-    return facts, ""
 
 
 def check_ports() -> Check:
@@ -133,37 +113,21 @@ def _servers(environ: Mapping[str, str]) -> list[str]:
     return [url for url in (wandb, endpoint) if url]
 
 
-def ask_server(url: str) -> Answer:
-    """Ask a server for its headers; each HTTP status is an answer."""
-    shown = hide_credentials(url)
-    parts = urlsplit(url)
+def check_server(url: str) -> Check:
+    """Check that a server answers; each HTTP status is an answer."""
+    shown, parts, error = hide_credentials(url), urlsplit(url), ""
     if parts.scheme not in ("http", "https"):
-        return Answer(shown, "it is not a URL with http:// or https://")
-    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # urllib reads a password as a host
-    request = urllib.request.Request(bare, method="HEAD")
-    before = time.time()
-    try:
-        with urllib.request.urlopen(request, timeout=_SERVER_S) as answer:
-            headers = answer.headers
-    except urllib.error.HTTPError as error:
-        headers = error.headers
-        error.close()
-    except (OSError, ValueError, HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        return Answer(shown, getattr(reason, "strerror", "") or one_line(str(reason)))
-    return Answer(shown, clock_ahead_s=_ahead(headers.get("Date", ""), (before + time.time()) / 2))
-
-
-def _ahead(date: str, now: float) -> float | None:
-    """Return how far `now` is ahead of an HTTP date, which has full seconds."""
-    try:
-        return now - email.utils.parsedate_to_datetime(date).timestamp() - 0.5
-    except ValueError:
-        return None
-
-
-def _reached(answer: Answer) -> Check:
-    if answer.error:
+        error = "it is not a URL with http:// or https://"
+    else:
+        bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # urllib reads a password as a host
+        try:
+            urllib.request.urlopen(urllib.request.Request(bare, method="HEAD"), timeout=_SERVER_S).close()
+        except urllib.error.HTTPError as answer:
+            answer.close()
+        except (OSError, ValueError, HTTPException) as raised:
+            reason = getattr(raised, "reason", raised)
+            error = getattr(reason, "strerror", "") or one_line(str(reason))
+    if error:
         hint = "check the network, the proxy (HTTPS_PROXY) and the URL"
-        return Check("server", Result.BAD, f"{answer.url} can't be reached: {answer.error}", hint)
-    return Check("server", Result.OK, f"{answer.url} answers")
+        return Check("server", Result.BAD, f"{shown} can't be reached: {error}", hint)
+    return Check("server", Result.OK, f"{shown} answers")

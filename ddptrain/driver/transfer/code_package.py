@@ -10,11 +10,10 @@ import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pathspec
 
@@ -23,7 +22,7 @@ from ddptrain.config.plugin_names import workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8, sha256
-from ddptrain.protocol.code_digest import content_hash, hash_line, kind_of, link_target
+from ddptrain.protocol.code_digest import hash_line, kind_of, link_target
 from ddptrain.secret_rules import is_secret_file
 
 IGNORE_FILE = ".ddptrainignore"
@@ -45,7 +44,7 @@ __pycache__/
 _GIT_TIMEOUT_S = 30.0
 _MB = 1_000_000
 _NAMED_FILES = 5  # the largest files that an error message names
-_SAMPLE_FILES = 1_000
+_SAMPLE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +75,16 @@ class CodePackage:
         """
 
         def changed_ns(name: str) -> int:
-            try:
+            with suppress(OSError):
                 return os.lstat(self.folder / name).st_mtime_ns
-            except OSError:
-                return 0
+            return 0
 
-        if len(self.names) <= _SAMPLE_FILES:
-            return self.names
-        return heapq.nlargest(_SAMPLE_FILES, self.names, key=changed_ns)
+        return self.names if len(self.names) <= _SAMPLE else heapq.nlargest(_SAMPLE, self.names, key=changed_ns)
 
     @cached_property
     def size_bytes(self) -> int:
         """The size of all files."""
         return sum(self.sizes.values())
-
-    @cached_property
-    def hash(self) -> str:
-        """The hash of names, contents and modes. Raises UsageError if a file cannot be read."""
-        with _readable():
-            return content_hash(self.folder, self.names)
 
     def check(self, needed: Path, max_mb: float) -> None:
         """Raise UsageError if the file `needed` is left out, or if all files have more than `max_mb` megabytes."""
@@ -115,9 +105,9 @@ class CodePackage:
 
     @cached_property
     def archive(self) -> tuple[bytes, str]:
-        """A tar.gz file, equal for equal content, and the hash of its content.
+        """A tar.gz file, equal for equal content on any machine, and the hash of names, contents and modes.
 
-        The hash differs from `hash` if files have changed meanwhile. Raises UsageError if a file cannot be read.
+        It is made once: all hosts get the same files. Raises UsageError if a file cannot be read.
         """
         buffer, whole = io.BytesIO(), sha256()
         with (
@@ -125,36 +115,24 @@ class CodePackage:
             tarfile.open(fileobj=packed, mode="w") as archive,
         ):
             for name in self.names:
-                whole.update(self._add(archive, name))
+                path, info = self.folder / name, tarfile.TarInfo(name)
+                try:
+                    mode = path.lstat().st_mode
+                    is_link = stat.S_ISLNK(mode)
+                    data = os.fsencode(link_target(path)) if is_link else path.read_bytes()
+                except OSError as error:
+                    raise UsageError(
+                        f"cannot read {path}, which would be uploaded to the workers: {error.strerror}"
+                    ) from error
+                kind = "link" if is_link else kind_of(mode)
+                info.mode = 0o755 if kind == "program" else 0o644
+                if is_link:
+                    info.type, info.linkname = tarfile.SYMTYPE, os.fsdecode(data)
+                else:
+                    info.size = len(data)
+                archive.addfile(info, None if is_link else io.BytesIO(data))
+                whole.update(hash_line(kind, name, sha256(data).hexdigest()))
         return buffer.getvalue(), whole.hexdigest()
-
-    def _add(self, archive: tarfile.TarFile, name: str) -> bytes:
-        """Add a file with its current content; return its line in the hash."""
-        path = self.folder / name
-        with _readable():
-            info = archive.gettarinfo(str(path), arcname=name)
-            is_link = info.issym()
-            data = os.fsencode(link_target(path)) if is_link else path.read_bytes()
-        kind = "link" if is_link else kind_of(info.mode)
-        info.type = tarfile.SYMTYPE if is_link else tarfile.REGTYPE
-        info.linkname = os.fsdecode(data) if is_link else ""
-        info.size = 0 if is_link else len(data)
-        info.mtime = info.uid = info.gid = 0
-        info.uname = info.gname = ""
-        info.mode = 0o755 if kind == "program" else 0o644
-        archive.addfile(info, None if is_link else io.BytesIO(data))
-        return hash_line(kind, name, sha256(data).hexdigest())
-
-
-@contextmanager
-def _readable() -> Iterator[None]:
-    """Turn an OSError into a UsageError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {error.filename}, which would be uploaded to the workers: {error.strerror}"
-        ) from error
 
 
 def project_of(resolved: ResolvedConfig) -> Project | None:
@@ -197,29 +175,31 @@ def project_folder(beside: Path, chosen: str | None) -> Path | None:
 def pack(folder: Path, besides: Sequence[Path]) -> CodePackage:
     """Select the files of a project: what git tracks or would track, without ignored and secret files.
 
-    `besides` are folders, such as that of results, that are left out.
+    `besides` are folders, such as that of results, that are left out. Raises UsageError.
     """
-    return CodePackage(folder, dict(_files(folder, besides)))
-
-
-def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
-    rules = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_user_rules(folder)])
+    ignored = folder / IGNORE_FILE
+    try:
+        own_rules = ignored.read_text(encoding="utf-8").splitlines() if ignored.is_file() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {ignored}: {error}") from error
+    rules = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *own_rules])
     excluded = tuple(f"{name}/" for name in _excluded_folders(folder, besides))
+    sizes = {}
     for name in _list_files(folder):
-        if name.startswith(excluded) or _is_ignored(name, rules) or not is_utf8(name):
+        is_ignored = rules.check_file(name).include
+        # A rule of the user, such as `!public.pem`, includes a possibly secret file.
+        if (
+            is_ignored
+            or (is_ignored is None and is_secret_file(name))
+            or name.startswith(excluded)
+            or not is_utf8(name)
+        ):
             continue
-        try:
+        with suppress(OSError):  # git still lists a file that was deleted
             status = os.lstat(f"{folder}/{name}")
-        except OSError:
-            continue  # git still lists a file that was deleted
-        if stat.S_ISREG(status.st_mode) or (stat.S_ISLNK(status.st_mode) and _stays_inside(folder, name)):
-            yield name, status.st_size
-
-
-def _is_ignored(name: str, rules: pathspec.PathSpec[Any]) -> bool:
-    """Return whether a file is left out. A rule of the user, such as `!public.pem`, includes a possibly secret file."""
-    ignored = rules.check_file(name).include
-    return is_secret_file(name) if ignored is None else ignored
+            if stat.S_ISREG(status.st_mode) or (stat.S_ISLNK(status.st_mode) and _stays_inside(folder, name)):
+                sizes[name] = status.st_size
+    return CodePackage(folder, sizes)
 
 
 def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
@@ -242,15 +222,6 @@ def _stays_inside(folder: Path, name: str) -> bool:
     written = Path(os.path.normpath(path.parent / link_target(path)))
     real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop in Python 3.11 and 3.12
     return written.is_relative_to(folder) and Path(real).is_relative_to(folder.resolve()) and not os.path.islink(real)
-
-
-def _user_rules(folder: Path) -> list[str]:
-    try:
-        return (folder / IGNORE_FILE).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {folder / IGNORE_FILE}: {error}") from error
 
 
 def _list_files(folder: Path, within: str = "") -> Iterator[str]:

@@ -12,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +93,8 @@ class TransferQueue:
         """Queue a staged checkpoint, or a staged file for artifacts/ or another area of the run directory."""
         if isinstance(event, events.CheckpointSaved):
             checkpoint = event
-            what, work = f"checkpoint step-{event.step}", lambda: self._adopt_checkpoint(rank, checkpoint)
-            transfer = Transfer(rank, what, work, step=event.step)
+            what = f"checkpoint step-{event.step}"
+            transfer = Transfer(rank, what, lambda: self._adopt_checkpoint(rank, checkpoint), step=event.step)
         else:
             what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
             file = event
@@ -105,31 +105,49 @@ class TransferQueue:
         self._queue.put(transfer)
 
     def _adopt_checkpoint(self, rank: int, event: events.CheckpointSaved) -> Path:
+        parts = [(rank, event.staging, event.files), *((part.rank, part.staging, part.files) for part in event.parts)]
         with ExitStack() as copies:
-            folders = [self._local_folder(copies, self._source_of(rank), event.staging, event.files)]
-            for part in event.parts:
+            folders = []
+            for number, staging, files in parts:
                 try:
-                    source = self._source_of(part.rank)
+                    source = self._source_of(number)
                 except LookupError as error:
-                    text = f"the checkpoint of step {event.step} has files of rank {part.rank}, which does not exist"
+                    text = f"the checkpoint of step {event.step} has files of rank {number}, which does not exist"
                     raise CheckpointDamaged(text) from error
-                folders.append(self._local_folder(copies, source, part.staging, part.files))
+                folder = source.staging / _file_name(staging)
+                folders.append(copies.enter_context(self._on_this_host(source, folder, files)))
             return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:], self._moved)
 
     def _adopt_file(self, rank: int, event: events.FileSaved) -> Path:
-        source, name = self._source_of(rank), _file_name(event.staging)
-        if source.fetch is None:
-            return self.writer.adopt_file(event, source.staging / name, self._moved)
-        with self._fetched(source.staging, [(name, event.size_bytes)], source.fetch) as fetched:
-            return self.writer.adopt_file(event, fetched / name, self._moved)
+        source, file = self._source_of(rank), events.StagedFile(event.staging, event.size_bytes, event.sha256)
+        with self._on_this_host(source, source.staging, [file]) as folder:
+            return self.writer.adopt_file(event, folder / _file_name(event.staging), self._moved)
 
-    def _local_folder(self, copies: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
-        """Return the folder `name` of a rank's staging folder, or a copy that exists until `copies` is closed."""
-        folder = source.staging / _file_name(name)
+    @contextmanager
+    def _on_this_host(self, source: Source, folder: Path, files: Sequence[events.StagedFile]) -> Iterator[Path]:
+        """Yield a rank's folder, or a temporary copy of these files if it is on another host."""
         if source.fetch is None:
-            return folder
-        sizes = [(file.name, file.size_bytes) for file in files]
-        return copies.enter_context(self._fetched(folder, sizes, source.fetch))
+            yield folder
+            return
+        target = self.writer.layout.scratch_dir / f"fetched-{time.time_ns()}"
+        target.mkdir(parents=True)
+        try:
+            for file in files:
+                path = folder / _file_name(file.name)
+                with (target / file.name).open("wb") as copy:
+                    while (have := copy.tell()) < file.size_bytes:
+                        try:
+                            data = source.fetch(path, have, min(READ_LIMIT_BYTES, file.size_bytes - have))
+                        except Exception as error:  # whatever Dask raises if the worker has ended
+                            raise _Unreachable from error
+                        if not data:
+                            text = f"{path} has {have} bytes, not the {file.size_bytes} announced"
+                            raise _Unreachable from OSError(text)
+                        copy.write(data)
+                        self._moved()
+            yield target
+        finally:
+            shutil.rmtree(target, ignore_errors=True)
 
     @property
     def silent_s(self) -> float:
@@ -197,31 +215,6 @@ class TransferQueue:
             else:
                 self._failures = 0
                 return path
-
-    @contextmanager
-    def _fetched(self, source: Path, files: list[tuple[str, int]], fetch: Fetch) -> Iterator[Path]:
-        """Copy files of a remote folder into a temporary folder of the run's scratch folder."""
-        target = self.writer.layout.scratch_dir / f"fetched-{time.time_ns()}"
-        target.mkdir(parents=True)
-        try:
-            for name, size in files:
-                _fetch_file(source / _file_name(name), target / name, size, fetch, self._moved)
-            yield target
-        finally:
-            shutil.rmtree(target, ignore_errors=True)
-
-
-def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch, moved: Callable[[], None]) -> None:
-    with target.open("wb") as file:
-        while (have := file.tell()) < size_bytes:
-            try:
-                data = fetch(source, have, min(READ_LIMIT_BYTES, size_bytes - have))
-            except Exception as error:  # whatever Dask raises if the worker has ended
-                raise _Unreachable from error
-            if not data:
-                raise _Unreachable from OSError(f"{source} has {have} bytes, not the {size_bytes} announced")
-            file.write(data)
-            moved()
 
 
 def _file_name(name: str) -> str:

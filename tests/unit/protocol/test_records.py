@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol import commands, error_file
+from ddptrain.protocol import commands
 from ddptrain.protocol.commands import CommandError, CommandReader
 from ddptrain.protocol.exec_env import (
     exec_only,
@@ -23,6 +23,7 @@ from ddptrain.protocol.exec_env import (
     names_working_directory,
     without_working_directory,
 )
+from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import (
     FILE,
     HostSettings,
@@ -117,10 +118,10 @@ def test_record_of_torch_elastic_is_a_failure_as_of_when_it_was_written(tmp_path
     extra = {"py_callstack": "Traceback ...", "timestamp": "1"}
     path.write_text(json.dumps({"message": {"message": "ValueError: a: b", "extraInfo": extra}}))
     os.utime(path, ns=(5, 7))
-    found = error_file.read_error_file(path)
+    found = read_error_file(path)
     assert found is not None
     assert (found.time_ns, found.type, found.message, found.traceback) == (7, "ValueError", "a: b", "Traceback ...")
-    assert error_file.read_error_file(path) is None
+    assert read_error_file(path) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_record_of_torch_elastic_is_a_failure_as_of_when_it_was_written(tmp_path
 def test_odd_file_is_told_as_it_stands(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "error.json"
     path.write_text(text)
-    found = error_file.read_error_file(path)
+    found = read_error_file(path)
     assert found is not None and found.message == message
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.metrics import (
     AllSeries,
@@ -199,7 +199,7 @@ def test_values_of_a_run_are_those_of_its_series_and_checkpoints() -> None:
 def sample(host: str = "h0", at_s: float = 10.0, rank: int = 0, cpu_percent: float = 50.0) -> SystemSample:
     ranks = {str(rank): {"cpu_percent": 99.0, "rss_bytes": 2e9}}
     use = {"cpu_percent": cpu_percent, "memory_bytes": 4e9, "memory_total_bytes": 8e9}
-    return SystemSample(1, rank, int(at_s * 1e9), host, use, ranks)
+    return SystemSample(rank, int(at_s * 1e9), host, use, ranks)
 
 
 def test_sample_becomes_a_line_for_the_host_and_one_for_each_rank(writer: RunWriter) -> None:
@@ -283,5 +283,5 @@ def test_means_of_use_and_the_fullest_and_hottest() -> None:
     for host, percent, used in (("a", 20.0, 12e9), ("b", 40.0, 32e9)):
         gpu = {"gpu_percent": percent * 2, "gpu_memory_bytes": used, "gpu_memory_total_bytes": 80e9}
         use = {"cpu_percent": percent, "memory_bytes": used, "memory_total_bytes": 64e9}
-        summary.add(SystemSample(1, 0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
+        summary.add(SystemSample(0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
     assert summary.facts() == ["GPU 60 % 32/80 GB 70 °C", "CPU 30 %", "memory 32/64 GB"]

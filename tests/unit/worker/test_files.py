@@ -41,14 +41,14 @@ def unpacked(cache: CodeCache, folder: Path, text: str) -> str:
     of = package(folder / "project", text)
     archive = folder / "archive"
     archive.write_bytes(of.archive[0])
-    return cache.unpack(of.hash, archive, of.names)
+    return cache.unpack(of.archive[1], archive, of.names)
 
 
 def test_unpacked_code_is_found_and_read_only(cache: CodeCache, tmp_path: Path) -> None:
     of = package(tmp_path / "project", "print(1)")
-    assert cache.use(of.hash) == ""
+    assert cache.use(of.archive[1]) == ""
     home = unpacked(cache, tmp_path, "print(1)")
-    assert cache.use(of.hash) == home == unpacked(cache, tmp_path, "print(1)")
+    assert cache.use(of.archive[1]) == home == unpacked(cache, tmp_path, "print(1)")
     file = Path(home, "inside", "train.py")
     assert file.read_text() == "print(1)"
     assert not file.stat().st_mode & 0o222
@@ -57,7 +57,7 @@ def test_unpacked_code_is_found_and_read_only(cache: CodeCache, tmp_path: Path) 
 
 def test_code_with_another_hash_is_refused(cache: CodeCache, tmp_path: Path) -> None:
     of = package(tmp_path / "project", "print(1)")
-    code = of.hash  # before the file is changed
+    code = of.archive[1]  # before the file is changed
     archive = tmp_path / "archive"
     archive.write_bytes(package(tmp_path / "project", "print(2)").archive[0])
     with pytest.raises(ClusterError, match="damaged: its hash is not"):
@@ -82,7 +82,7 @@ def test_cache_that_another_user_can_write_to_is_not_used(cache: CodeCache, tmp_
     unpacked(cache, tmp_path, "print(1)")
     cache.folder.chmod(0o770)
     with pytest.raises(ClusterError, match=r"must belong to user .* with mode 0700"):
-        cache.use(of.hash)
+        cache.use(of.archive[1])
     with pytest.raises(ClusterError, match="with mode 0700"):
         unpacked(cache, tmp_path, "print(2)")
 

@@ -18,7 +18,6 @@ import pytest
 from ddptrain.driver.control import detach
 from ddptrain.driver.control.detach import Begun, EndedEarly, LaunchRequest, read_launch_request, start_detached
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.results.layout import RunLayout
 
 # --- A detached driver tells that its run has begun, or why not; nobody waits for ever, and nothing is left ---
 
@@ -26,10 +25,12 @@ from ddptrain.results.layout import RunLayout
 _READY = """
 import sys
 from pathlib import Path
-from ddptrain.driver.control.detach import tell_begun
-from ddptrain.results.layout import RunLayout
+from ddptrain.driver.control.detach import ReadyPipe
 print("before", flush=True)
-tell_begun(int(sys.argv[sys.argv.index("--ready-fd") + 1]), RunLayout(Path(sys.argv[-1])), "it failed")
+folder = Path(sys.argv[-1])
+where = {"run_id": folder.name, "run_dir": str(folder), "folder": str(folder)}
+pipe = ReadyPipe(int(sys.argv[sys.argv.index("--ready-fd") + 1]))
+pipe.on_event({"event": "run_opened", **where, "reason": "it failed", "done": False})
 print("after")
 print("and an error", file=sys.stderr)
 """
@@ -68,7 +69,7 @@ def test_what_a_driver_prints_follows_no_link(monkeypatch: pytest.MonkeyPatch, t
 def test_driver_with_nothing_to_do_tells_so_and_leaves_the_log_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    driver_is(monkeypatch, _READY.replace("tell_begun", "tell_done"))
+    driver_is(monkeypatch, _READY.replace("False", "True"))
     (tmp_path / "driver.log").write_text("of the time before\n")
     begun = start_detached(["train", str(tmp_path)])
     assert isinstance(begun, Begun) and begun.done
@@ -138,7 +139,8 @@ class Process:
 def test_waiting_process_that_is_gone_is_no_error(tmp_path: Path) -> None:
     ready, tell = os.pipe()
     os.close(ready)
-    detach.tell_done(tell, RunLayout(tmp_path), "")
+    where = {"run_id": "r", "run_dir": str(tmp_path), "folder": str(tmp_path)}
+    detach.ReadyPipe(tell).on_event({"event": "run_opened", **where, "reason": "", "done": True})
 
 
 _READS = """

@@ -19,7 +19,7 @@ import pytest
 
 from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
-from ddptrain.driver.inbox import Inbox, SignalReceived
+from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView, load_run
@@ -72,17 +72,24 @@ def test_request_is_sigterm_once_however_often_it_is_made(writer: RunWriter, sig
     assert '"event":"stop_requested","now":false,"by":"me@here"' in writer.layout.events_jsonl.read_text()
 
 
-def test_request_for_now_is_ctrl_c_three_times_and_never_a_fourth_signal(writer: RunWriter, signals: Signals) -> None:
+def test_request_for_now_kills_once_and_is_never_a_fourth_signal(writer: RunWriter, signals: Signals) -> None:
     ask(writer, OURS)
     ask(writer, replace(OURS, now=True))
     ask(writer, replace(OURS, now=True))
     ask(writer, "{}")
-    assert signals.taken == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+    assert signals.taken == [signal.SIGTERM, signal.SIGINT]
+    end, now = message(signals), message(signals)
+    assert (end, now) == (SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGINT, Request.STOP_NOW))
+    signals.taken.append(signal.SIGINT)
+    signals.now = False
+    ask(writer, replace(OURS, now=True))
+    ask(writer, "{}")
+    assert len(signals.taken) == 3
 
 
 def test_request_for_now_is_known_as_the_cause_of_the_end(writer: RunWriter, signals: Signals) -> None:
     ask(writer, replace(OURS, now=True))
-    assert [message(signals) for _ in range(3)] == [SignalReceived(signal.SIGINT)] * 3
+    assert message(signals) == SignalReceived(signal.SIGINT, Request.STOP_NOW)
     assert signals.asked is True
 
 
@@ -98,7 +105,7 @@ def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> Non
     try:
         with signals_to(queue.SimpleQueue()) as signals, stop_requests(writer, signals):
             ask(writer, replace(OURS, now=True))
-            assert [message(signals), message(signals)] == [SignalReceived(signal.SIGTERM)] * 2
+            assert message(signals) == SignalReceived(signal.SIGTERM, Request.STOP_NOW)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -325,3 +332,12 @@ def test_each_signal_that_asks_to_end_is_handled(signum: int) -> None:
     with signals_to(inbox):
         os.kill(os.getpid(), signum)
         assert inbox.get(timeout=60) == SignalReceived(signum)
+
+
+def test_signal_for_the_ranks_asks_for_no_end_and_interrupts_nothing() -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    with signals_to(inbox, passes_on=True) as signals, signals.interrupting():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert inbox.get(timeout=60) == SignalReceived(signal.SIGUSR1, Request.FORWARD)
+        assert signals.taken == []
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -409,6 +409,7 @@ ACTIVITY = [
     (events.Timed(1, "evaluation", 1.5), True),
     (events.StepTimes(1, 0.3, 0.1, 0.2), True),
     (events.Note(1, "hello"), True),
+    (events.Alert(1, "hello"), True),
     (events.Finished(1), True),
     (events.Preempted(1, 5), True),
     (events.Failure(1, "E", "m", "t"), True),

@@ -1,0 +1,83 @@
+"""Run observers: objects that take the events and the end of a run, as reports for CI and notifications do.
+
+An installed package adds its own with an entry point in the group `ddptrain.observers`, which names a class.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ddptrain.errors import one_line
+from ddptrain.results.lookup import RunView
+
+GROUP = "ddptrain.observers"
+OPENED = "run_opened"  # the first event of a run, which is not in events.jsonl: its directory exists
+_END_S = 30.0  # for the observers of packages to take the last events and the end
+
+
+class RunObserver(Protocol):
+    """Takes what happens in a run. It must not wait: the run waits for it."""
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Take a line of events.jsonl, as {"event": "rank_started", "rank": 0, ...}."""
+
+    def on_end(self, run: RunView) -> None:
+        """Take the run, which has ended: `run.record` has the fields of run.json, `run.layout.root` is its folder."""
+
+
+class InstalledObservers:
+    """The observers of installed packages, in a thread of their own, so that they may wait.
+
+    The packages are looked up when an attempt begins, so that this delays no start. An observer that raises an
+    exception has one warning, and is not called any more.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._inbox: queue.SimpleQueue[Mapping[str, Any] | RunView] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ddptrain-observers", daemon=True)
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Pass the event on."""
+        self._inbox.put(event)
+        if event["event"] == "run_started" and self._thread.ident is None:
+            self._thread.start()
+
+    def on_end(self, run: RunView) -> None:
+        """Pass the end on, and wait until it is taken."""
+        self._inbox.put(run)
+        if self._thread.ident is None:
+            self._thread.start()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            self._warn(f"an observer ({GROUP}) has not taken the end of the run within {_END_S:g} s")
+
+    def _run(self) -> None:
+        observers = self._load()
+        while observers:
+            item = self._inbox.get()
+            for name, observer in list(observers.items()):
+                try:
+                    observer.on_end(item) if isinstance(item, RunView) else observer.on_event(item)
+                except Exception as error:  # any user's code
+                    self._failed(name, error)
+                    del observers[name]
+            if isinstance(item, RunView):
+                return
+
+    def _load(self) -> dict[str, RunObserver]:
+        from importlib.metadata import entry_points
+
+        found: dict[str, RunObserver] = {}
+        for point in entry_points(group=GROUP):
+            try:
+                found[point.name] = point.load()()
+            except Exception as error:  # any user's code
+                self._failed(point.name, error)
+        return found
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._warn(f"the observer {name} ({GROUP}) has failed: {type(error).__name__}: {one_line(error)}")
