@@ -117,7 +117,7 @@ class Run:
         from ddptrain.results.runs import NeededFiles
 
         view = self._view(NeededFiles.METRICS)
-        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
+        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read())
         return [
             {
                 "time_s": line.time_s,

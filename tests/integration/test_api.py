@@ -6,6 +6,8 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Cli, Running
 
 WORK = """
@@ -111,6 +113,7 @@ def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli, warm_cluster: str
     assert status_of(run_cli.folder, "mine") == "cancelled"
 
 
+@pytest.mark.long
 def test_program_that_is_killed_takes_the_run_along_that_it_waits_for(run_cli: Cli, warm_cluster: str) -> None:
     running = program(run_cli, INTERRUPTED, warm_cluster)
     running.wait_for("[rank 1] step 2")
