@@ -20,7 +20,6 @@ from ddptrain.results.metrics import (
     drop_replaced,
     read_series,
 )
-from ddptrain.results.run_record import AttemptRecord
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.system import SystemFile, SystemLine, SystemSummary, read_system, system_series, use_lines
 
@@ -72,48 +71,44 @@ def line(attempt: int, step: float | None, epoch: float | None = None, rank: int
     return MetricLine(0.0, step, epoch, rank, dict(values) or {"loss": 0.0}, attempt)
 
 
-def went_on(number: int, step: int | None, epoch: float | None = None) -> AttemptRecord:
-    return AttemptRecord(number, resumed_from=step, resumed_epoch=epoch)
+def went_on(attempt: int, step: int, epoch: float | None = None) -> MetricLine:
+    return MetricLine(0.0, step, epoch, 0, {}, attempt)
 
 
 @pytest.mark.parametrize(
-    ("logged", "attempts", "counted"),
+    ("logged", "counted"),
     [
-        # One attempt: all of it counts, also what was logged twice.
-        ([(1, 1), (1, 2), (1, 2)], [went_on(1, None)], [(1, 1), (1, 2), (1, 2)]),
+        # One attempt: all of it counts.
+        ([(1, 1), (1, 2), (1, 2)], [(1, 1), (1, 2), (1, 2)]),
         # What came after the checkpoint is replaced, also by an attempt that has not come so far yet.
-        ([(1, 1), (1, 2), (1, 3), (1, 4), (2, 3)], [went_on(2, 2)], [(1, 1), (1, 2), (2, 3)]),
-        ([(1, 1), (1, 2), (1, 3)], [went_on(2, 2)], [(1, 1), (1, 2)]),
+        ([(1, 1), (1, 2), (1, 3), (1, 4), went_on(2, 2), (2, 3)], [(1, 1), (1, 2), (2, 3)]),
+        ([(1, 1), (1, 2), (1, 3), went_on(2, 2)], [(1, 1), (1, 2)]),
         # Code that counts from 0 logs the checkpoint's step again.
-        ([(1, 1), (1, 2), (2, 2), (2, 3)], [went_on(2, 2)], [(1, 1), (2, 2), (2, 3)]),
+        ([(1, 1), (1, 2), went_on(2, 2), (2, 2), (2, 3)], [(1, 1), (2, 2), (2, 3)]),
         # A third attempt may go on from before the second.
-        ([(1, 1), (1, 2), (2, 3), (2, 4), (3, 2)], [went_on(2, 2), went_on(3, 1)], [(1, 1), (3, 2)]),
-        ([(1, 1), (2, 2), (2, 3), (3, 4)], [went_on(2, 1), went_on(3, 3)], [(1, 1), (2, 2), (2, 3), (3, 4)]),
-        # Without a checkpoint it goes on where its first line says.
-        ([(1, 1), (1, 2), (2, 1)], [went_on(2, None)], [(2, 1)]),
-        ([(1, 1), (1, 2), (1, 3), (2, 3)], [went_on(2, None)], [(1, 1), (1, 2), (2, 3)]),
-        ([(1, 1), (1, 2)], [went_on(2, None)], [(1, 1), (1, 2)]),
-        # The record is gone, or of an older version.
-        ([(1, 1), (1, 2), (2, 2)], [], [(1, 1), (2, 2)]),
+        ([(1, 1), (1, 2), went_on(2, 2), (2, 3), (2, 4), went_on(3, 1), (3, 2)], [(1, 1), (3, 2)]),
+        ([(1, 1), (2, 2), (2, 3), (3, 4)], [(1, 1), (2, 2), (2, 3), (3, 4)]),
+        # Without a line of a checkpoint (an older version, or none) it goes on where its first line says.
+        ([(1, 1), (1, 2), (2, 1)], [(2, 1)]),
+        ([(1, 1), (1, 2), (1, 3), (2, 3)], [(1, 1), (1, 2), (2, 3)]),
     ],
 )
 def test_of_several_attempts_the_one_that_counts_is_read(
-    logged: list[tuple[int, int]], attempts: list[AttemptRecord], counted: list[tuple[int, int]]
+    logged: list[tuple[int, int] | MetricLine], counted: list[tuple[int, int]]
 ) -> None:
-    found = drop_replaced([line(*each) for each in logged], attempts)
+    found = drop_replaced([each if isinstance(each, MetricLine) else line(*each) for each in logged])
     assert [(each.attempt, each.step) for each in found] == counted
 
 
 def test_values_at_the_checkpoint_stay_unless_they_are_logged_again() -> None:
-    lines = [line(1, 2, loss=1.0, acc=0.5), line(1, 2, rank=1, loss=3.0), line(2, 2, loss=2.0)]
-    found = drop_replaced(lines, [went_on(2, 2)])
+    lines = [line(1, 2, loss=1.0, acc=0.5), line(1, 2, rank=1, loss=3.0), went_on(2, 2), line(2, 2, loss=2.0)]
+    found = drop_replaced(lines)
     assert [(each.rank, each.values) for each in found] == [(0, {"acc": 0.5}), (1, {"loss": 3.0}), (0, {"loss": 2.0})]
 
 
 def test_lines_without_a_step_are_told_apart_by_their_epoch() -> None:
-    lines = [line(1, None, 1.0), line(1, None, 2.0), line(1, None), line(2, None, 2.0)]
-    found = drop_replaced(lines, [went_on(2, 10, 1.0)])
-    assert [(each.attempt, each.epoch) for each in found] == [(1, 1.0), (1, None), (2, 2.0)]
+    lines = [line(1, None, 1.0), line(1, None, 2.0), line(1, None), went_on(2, 10, 1.0)]
+    assert [(each.attempt, each.epoch) for each in drop_replaced(lines)] == [(1, 1.0), (1, None)]
 
 
 @pytest.mark.parametrize(("attempt", "read"), [("2", 2), ("2.5", 1), ('"2"', 1), ("null", 1)])

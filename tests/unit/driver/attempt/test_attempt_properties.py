@@ -98,7 +98,7 @@ def played(steps: Steps) -> Play:
     for seconds, happens in steps:
         match happens:
             case dict():
-                read_until = play.now + seconds if happens["is_read"] else None
+                read_until = play.now + seconds if happens["is_read"] else 0.0
                 fault = happens["worker_fault"]
                 play.tick(seconds, connected=happens["connected"], worker_fault=fault, read_until=read_until)
             case (rank, found, error):
