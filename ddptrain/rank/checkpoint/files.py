@@ -222,7 +222,7 @@ def load_checkpoint(
     note: Callable[[str], None],
 ) -> tuple[Resumed, dict[str, Any]]:
     """Load the checkpoint of `spec` into the given objects; return the result for the user, and all of its state."""
-    state = read(Path(spec.checkpointing.resume_from), model, optimizer, device)
+    state = read(Path(spec.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
         if name in extra:
