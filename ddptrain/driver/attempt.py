@@ -35,10 +35,10 @@ from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
-from ddptrain.protocol import deadlines, events, worker_notices
+from ddptrain.protocol import deadlines, events
 from ddptrain.protocol.commands import OF_SIGNALS, Command
+from ddptrain.protocol.news import News, RankExit, RankNews, describe_status
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
 from ddptrain.results.errors import UnsafePath
 
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
@@ -106,6 +106,9 @@ class Attempt:
         self._now, self._time_ns = now
         self._inquiry = Inquiry()
         self._stacks: list[tuple[int, events.FileSaved]] = []  # stored only if the inquiry finds a fault
+        self._by_worker: dict[str, list[int]] = {}
+        for number, each in enumerate(self.ranks):
+            self._by_worker.setdefault(each.worker, []).append(number)
         self._outside = len(self.ranks)  # ranks that have not entered the workload
         self._noticed_at = 0.0
         self._saved_at: float | None = None  # when the newest checkpoint of this attempt arrived
@@ -167,8 +170,8 @@ class Attempt:
         """Handle a message. Every message is accepted at any time."""
         self._now, self._time_ns = now
         match message:
-            case Notice():
-                self._on_notice(message)
+            case News():
+                self._on_news(message)
             case inbox.TaskFailed(attempt, rank, text):
                 if attempt == self.number and rank < len(self.ranks):
                     self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
@@ -220,46 +223,40 @@ class Attempt:
 
     # --- messages of workers, and events of ranks ---
 
-    def _on_notice(self, notice: Notice) -> None:
-        rank = notice.rank
-        if notice.attempt != self.number:
+    def _on_news(self, news: News) -> None:
+        if news.attempt != self.number:
             return  # of an earlier attempt
-        if rank >= len(self.ranks):
-            self.workers.reject(f"{notice.kind}: there is no rank {rank}")
+        of_worker = self._by_worker.get(news.worker, ())
+        if not of_worker or any(part.rank not in of_worker for part in news.ranks):
+            self.workers.reject(f"news of {news.worker} about ranks that it does not have")
             return
-        activity = self.ranks[rank].activity
-        activity.noticed(self._now)
-        match notice:
-            case worker_notices.Growth() | RankExit():
-                if activity.grew(notice.log_size, self._now):
-                    self.recorder.display.log_grew(rank)
-            case worker_notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
-                if cpu_s is not None:
-                    self.watchdog.on_cpu(activity, cpu_s, self._now)
-                if gpu_percent is not None:
-                    activity.used_gpu(gpu_percent, self._now)
-        match notice:
-            case worker_notices.Growth(log_size=log_size, events_size=events_size):
-                self.output.read(rank, log_size, events_size, lambda found, error: self._take(rank, found, error))
-            case RankExit(log_size=log_size, events_size=events_size):
-                ended = notice
-                self.output.read(
-                    rank, log_size, events_size, lambda found, error: self._take(rank, found, error, ended)
-                )
-            case worker_notices.OutputBytes():
-                self.output.receive(notice, lambda found, error: self._take(rank, found, error))
-            case worker_notices.StoreOpened(port=port) if rank == 0:
-                # While the group is stopping, ranks that were not submitted are already lost.
-                self._submit([each for each in self.ranks if not each.submitted_at and not each.over], port)
-            case worker_notices.SystemSample():
-                self.recorder.system(notice)
-            case worker_notices.Broken(message=text):
-                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
-            case worker_notices.Leaving():
-                place = self.ranks[rank].place
-                self.leaving = True
-                self.workers.avoid(place.slot.worker)
-                self._preempt(f"the worker on host {place.host} was sent SIGTERM")
+        for number in of_worker:
+            self.ranks[number].activity.noticed(self._now)
+        if news.store_port and 0 in of_worker:
+            # While the group is stopping, ranks that were not submitted are already lost.
+            self._submit([each for each in self.ranks if not each.submitted_at and not each.over], news.store_port)
+        for part in news.ranks:
+            self._on_rank_news(part)
+        if news.sample is not None:
+            self.recorder.system(news.sample)
+        if news.leaving:
+            place = self.ranks[of_worker[0]].place
+            self.leaving = True
+            self.workers.avoid(news.worker)
+            self._preempt(f"the worker on host {place.host} was sent SIGTERM")
+
+    def _on_rank_news(self, news: RankNews) -> None:
+        rank, activity = news.rank, self.ranks[news.rank].activity
+        if activity.grew(news.log_size, self._now):
+            self.recorder.display.log_grew(rank)
+        if news.cpu_s is not None:
+            self.watchdog.on_cpu(activity, news.cpu_s, self._now)
+        if news.gpu_percent is not None:
+            activity.used_gpu(news.gpu_percent, self._now)
+        if news.broken:
+            self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, news.broken))
+        else:
+            self.output.read(news, lambda found, error: self._take(rank, found, error, news.ended))
 
     def _submit(self, chosen: Sequence[Rank], port: int = 0) -> None:
         """Start ranks: those of rank 0's worker, which opens the store, or all others, which join it on `port`."""
@@ -366,7 +363,7 @@ class Attempt:
             self._stop(deadlines.at_once_s(self.ranks[0].spec))
         elif rank.fault is None and not self.stopping:
             where = "after the end of its main thread" if had_finished else "in the middle of the workload"
-            rank.fault = failure_fault.from_exit(ended, where)
+            rank.fault = failure_fault.from_exit(number, ended, where)
             self._add_fault(rank.fault)
         if not was_over:
             self._record_end(rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ddptrain.errors import DdptrainError
-from ddptrain.protocol.worker_notices import Notice
+from ddptrain.protocol.news import News
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class OutputFetched:
 
 
 Message = (
-    Notice
+    News
     | TaskFailed
     | WorkerLost
     | SignalReceived

@@ -21,7 +21,7 @@ from ddptrain.driver.observers import RunObserver
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.results.run_record import (
     EnvironmentValue,
     NotFiniteRecord,

@@ -68,7 +68,9 @@ def processes_in(folder: Path) -> list[str]:
     return [line for line in found.splitlines() if f"{folder}/" in line or line.endswith(str(folder))]
 
 
-@pytest.mark.parametrize("after_s", [pytest.param(0.0, marks=pytest.mark.long), 0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "after_s", [pytest.param(0.0, marks=pytest.mark.long), pytest.param(0.05, marks=pytest.mark.long), 0.3, 1.0]
+)
 def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find(
     project: Project, after_s: float
 ) -> None:

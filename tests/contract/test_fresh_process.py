@@ -227,6 +227,7 @@ def test_traceback_is_in_the_log_although_the_script_replaces_print(project: Pro
     assert 'silent.py", line 3' in (folder / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.long
 def test_script_may_close_all_descriptors(project: Project, shared_cluster: str) -> None:
     code = """
         import os, sys
@@ -243,6 +244,7 @@ def test_script_may_close_all_descriptors(project: Project, shared_cluster: str)
     assert [path.read_text() for path in sorted(project.folder.glob("own-*"))] == [""] * 10
 
 
+@pytest.mark.long
 def test_folder_zip_file_and_compiled_file_are_scripts(project: Project, shared_cluster: str) -> None:
     build = """
         import py_compile, zipapp

@@ -44,7 +44,7 @@ def test_gpus_that_can_not_be_listed_are_an_error_and_not_the_cpu(project: Proje
     hidden = {"CUDA_VISIBLE_DEVICES": "0,1", "LD_LIBRARY_PATH": ""}
     failed = project("train", config, env=hidden, rc=4)
     assert "CUDA_VISIBLE_DEVICES is 0,1" in failed.stderr and "cluster.gpus" in failed.stderr
-    project("train", config, "--set", "cluster.gpus=0", "--ranks", "1", env=hidden, rc=0)
+    project("train", config, "--set", "cluster.gpus=0", "--ranks", "1", "--dry-run", env=hidden, rc=0)
 
 
 def test_reason_of_the_driver_is_named(project: Project, nvml: dict[str, str]) -> None:
@@ -94,6 +94,7 @@ def test_doctor_does_not_blame_gpus_that_the_user_hides(project: Project, nvml: 
     assert gpus["result"] == "ok" and "hides 2" in gpus["text"]
 
 
+@pytest.mark.long
 def test_doctor_names_gpus_that_can_not_be_listed(project: Project) -> None:
     done = project("doctor", "--json", env={"CUDA_VISIBLE_DEVICES": "0", "LD_LIBRARY_PATH": ""}, rc=4)
     (gpus,) = [check for check in json.loads(done.stdout)["checks"] if check["subject"] == "GPUs"]

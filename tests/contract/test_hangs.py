@@ -64,7 +64,10 @@ def failure(project: Project, cluster: str, fault: str, at: int) -> dict[str, ob
     ("fault", "at", "text"),
     [
         ("load", 150, "it is in work.py:8 in load while rank 0 waits for it in all_reduce"),
-        ("validate", 30, "it is in work.py:8 in load while rank 0 waits for it in all_reduce"),
+        pytest.param(
+            *("validate", 30, "it is in work.py:8 in load while rank 0 waits for it in all_reduce"),
+            marks=pytest.mark.long,
+        ),
         ("stop", 3, "its process is stopped (SIGSTOP) while rank 0 waits for it in all_reduce"),
     ],
 )
@@ -118,7 +121,13 @@ ALONE = """
             "resume",
             r"it is in ctx\.resume at work\.py:13 in train, which all ranks must call while rank 1 waits for it",
         ),
-        ("checkpoint", r"it is in ctx\.checkpoint at work\.py:19 in train, which all ranks must call while rank 1"),
+        pytest.param(
+            *(
+                "checkpoint",
+                r"it is in ctx\.checkpoint at work\.py:19 in train, which all ranks must call while rank 1",
+            ),
+            marks=pytest.mark.long,
+        ),
         ("mean", r"it is in ctx\.mean at work\.py:21 in train, which all ranks must call while rank 1 waits for it"),
     ],
 )

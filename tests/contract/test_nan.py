@@ -90,7 +90,11 @@ def test_built_in_workloads_stop_unless_told_otherwise(project: Project) -> None
 
 @pytest.mark.parametrize(
     ("broken", "strategy"),
-    [(False, "ddp"), (True, "ddp"), (True, "fsdp")],
+    [
+        (False, "ddp"),
+        pytest.param(True, "ddp", marks=pytest.mark.long),
+        pytest.param(True, "fsdp", marks=pytest.mark.long),
+    ],
     ids=["metrics", "weights", "sharded weights"],
 )
 def test_last_finite_checkpoint_is_kept_and_resumed(
@@ -112,6 +116,7 @@ def test_last_finite_checkpoint_is_kept_and_resumed(
     assert "step-2" not in record["checkpoints"]
 
 
+@pytest.mark.long
 def test_metric_that_does_not_decide_may_be_nan(project: Project, shared_cluster: str) -> None:
     """A metric such as the AUC of an epoch without positive samples does not cost the work since the last one."""
     code = CODE.replace('{"loss": loss}', '{"loss": 1.0, "auc": loss}')
@@ -121,6 +126,7 @@ def test_metric_that_does_not_decide_may_be_nan(project: Project, shared_cluster
     assert project.record()["attempts"][-1]["resumed_from"] == 6
 
 
+@pytest.mark.long
 def test_gate_names_nan(project: Project, shared_cluster: str) -> None:
     config = {"checkpoint": EVERY_STEP, "params": {"save": True, "bad": 1, "steps": 2}, "retrain": {"model": "line"}}
     name = project.function(CODE, **config)

@@ -50,7 +50,11 @@ def drawn_by(project: Project, cluster: str, kind: str, *options: str, seed: int
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("script", ()), ("function", ()), pytest.param("script", COLD, marks=pytest.mark.long)],
+    [
+        ("script", ()),
+        pytest.param("function", (), marks=pytest.mark.long),
+        pytest.param("script", COLD, marks=pytest.mark.long),
+    ],
     ids=["script", "function", "cold"],
 )
 def test_ranks_and_runs_draw_different_numbers(

@@ -111,6 +111,7 @@ hashlib.file_digest = file_digest
 """
 
 
+@pytest.mark.long
 def test_checkpoint_that_cannot_be_read_once_is_read_again(project: Project, shared_cluster: str) -> None:
     code = """
     import torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from tests.contract.conftest import Project, events
 from tests.support.command import PATIENCE_S
 
@@ -30,6 +32,7 @@ def last(stdout: str) -> dict[str, Any]:
     return events(stdout)[-1]
 
 
+@pytest.mark.long
 def test_function_whose_data_are_not_named_is_trained_each_night(project: Project, shared_cluster: str) -> None:
     config = nightly(project, shared_cluster)
     project("retrain", config, rc=0)

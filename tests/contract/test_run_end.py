@@ -132,6 +132,7 @@ def test_signals_end_the_wait_for_the_last_checkpoint(project: Project, shared_c
     assert "checkpoint step-1 was not saved" in done.stderr
 
 
+@pytest.mark.long
 def test_transfer_that_moves_nothing_is_a_failure(project: Project, shared_cluster: str) -> None:
     project.write("slow/sitecustomize.py", _STUCK_DISK)
     code = _SAVES_ONCE.format(then="pass")

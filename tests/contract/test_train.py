@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.contract.conftest import Project, events, lines
 
 
@@ -46,6 +48,7 @@ def test_saved_checkpoints_and_files_are_events_with_plain_names_on_stdout_and_i
         assert not {"brought_home", "checkpoint_adopted", "warning"} & {event["event"] for event in told}
 
 
+@pytest.mark.long
 def test_run_directory_of_an_earlier_version_is_shown(project: Project, shared_cluster: str) -> None:
     config = project.function("def train(ctx):\n    ctx.log({'loss': 0.5}, step=1)\n")
     project("train", config, "--cluster", shared_cluster, "--ranks", "1", rc=0)

@@ -135,6 +135,7 @@ def test_server_of_netrc_gets_its_own_key(tmp_path: Path, own: Backend, run_cli:
     assert (sync(run_cli, run, environ).stdout, own.keys) == ("a-run: 1 sent to W&B\n", {API_KEY})
 
 
+@pytest.mark.long
 def test_cause_is_shown_of_a_key_that_wandb_refuses(tmp_path: Path, own: Backend, run_cli: Cli) -> None:
     run = attack(tmp_path, own.url)
     ended = sync(run_cli, run, user(tmp_path / "home", **own.environment | {"WANDB_API_KEY": "short"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,19 +92,20 @@ def when_on_disk(project: Project, ranks: int) -> Path:
         time.sleep(0.2)
 
 
-@pytest.mark.long
 def killed_with_its_host(project: Project, name: str, ranks: int, env: Mapping[str, str]) -> Path:
     """The directory of a run of which every process is killed once its rows are on disk."""
     running = project.start("train", name, "--ranks", str(ranks), env={"HOME": str(project.folder), **env})
     run = when_on_disk(project, ranks)
     family = [*psutil.Process(running.popen.pid).children(recursive=True), psutil.Process(running.popen.pid)]
     for process in family:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it has ended with another one
+            process.kill()
     running.popen.wait(30)
     psutil.wait_procs(family, timeout=30)
     return run
 
 
+@pytest.mark.long
 def test_online_run_that_was_killed_with_its_host_is_sent_later_and_each_row_is_there_once(
     project: Project, backend: Backend
 ) -> None:

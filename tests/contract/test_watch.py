@@ -102,6 +102,7 @@ def test_watch_prints_json_lines(project: Project, shared_cluster: str) -> None:
     assert (said[-1]["status"], said[-1]["exit_code"], said[-1]["run_id"]) == ("succeeded", 0, run)
 
 
+@pytest.mark.long
 def test_watch_is_the_live_display_on_a_terminal(project: Project, shared_cluster: str) -> None:
     run = start(project, shared_cluster)
     wait_for_progress(project, run)

@@ -116,19 +116,19 @@ def test_missing_rank_is_named_with_what_befell_its_thread_and_not_the_one_that_
     assert_hung(
         ended,
         record,
-        "it is in hanging.py:24 in load_batch while rank 0 waits for it in all_reduce",
+        "it is in hanging.py:22 in load_batch while rank 0 waits for it in all_reduce",
         "its thread producer has ended with ValueError: no such shard",
     )
     assert "in produce" in record["failure"]["traceback"]
     waiting, missing = stacks(tmp_path)
     assert "in all_reduce" in waiting
-    assert 'hanging.py", line 24 in load_batch' in missing
+    assert 'hanging.py", line 22 in load_batch' in missing
 
 
 def test_rank_whose_interpreter_is_held_by_compiled_code_has_its_stack_taken(train: Train, tmp_path: Path) -> None:
     ended, record = train("compiled")
-    assert_hung(ended, record, "hanging.py:20 in load_batch", "compiled code that does not let Python run")
-    assert 'hanging.py", line 20 in load_batch' in stacks(tmp_path)[1]
+    assert_hung(ended, record, "hanging.py:18 in load_batch", "compiled code that does not let Python run")
+    assert 'hanging.py", line 18 in load_batch' in stacks(tmp_path)[1]
 
 
 def test_rank_that_never_comes_to_the_rendezvous_is_named(train: Train) -> None:
@@ -226,6 +226,7 @@ def test_silent_validation_of_five_times_the_limit_is_no_hang(
     assert not (tmp_path / "runs" / "quiet" / "artifacts" / "stacks").exists()
 
 
+@pytest.mark.long
 def test_rank_that_spins_is_named_at_six_times_the_limit(quiet: Callable[..., Finished], tmp_path: Path) -> None:
     ended = quiet("spin", 1.5)
     assert ended.rc == 5, ended.stderr

@@ -54,6 +54,7 @@ def lines_of(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [line for line in lines if line["rank"] == rank]
 
 
+@pytest.mark.long
 def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, digits: Path) -> None:
     """Logistic regression gets 0.967 of them right."""
     small = {"architecture": "small_cnn", "image_size": 16, "epochs": 6, "batch_size": 16, "base_lr": 0.01}
@@ -125,6 +126,7 @@ def test_shipped_configuration_trains_in_an_empty_folder_on_as_many_classes_as_a
     assert manifest["classes"] == ["circle", "cross", "ring"]
 
 
+@pytest.mark.long
 def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
     tmp_path: Path, run_cli: Cli, warm_cluster: str
 ) -> None:

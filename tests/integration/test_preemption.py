@@ -159,6 +159,7 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
 
 
+@pytest.mark.long
 def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
     running = trainer.start("--run-id", "lost", every_steps=4, failure={"max_losses": 1})
     running.wait_for("under way")

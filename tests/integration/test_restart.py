@@ -183,6 +183,7 @@ def test_auto_resumes_what_failed_and_starts_afresh_after_a_success(trainer: Tra
     )
 
 
+@pytest.mark.long
 def test_damaged_newest_checkpoint_gives_way_to_the_one_before(trainer: Trainer) -> None:
     assert trainer.train("--run-id", "undisturbed").rc == 0
     assert trainer.train("--run-id", "damaged", die_in=4).rc == 1

@@ -37,6 +37,7 @@ def losses(said: Finished, logs: str) -> list[list[str]]:
     return [[line for line in text.splitlines() if "loss" in line] for text in texts]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "args"), SHAPES, ids=lambda value: value.stem if isinstance(value, Path) else "")
 def test_script_has_the_losses_that_it_has_under_torchrun(
@@ -56,7 +57,7 @@ def test_script_has_the_losses_that_it_has_under_torchrun(
     assert {path.name for path in ours.iterdir()} == {"runs", *(path.name for path in theirs.iterdir())}
 
 
-def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> None:
+def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path, warm_cluster: str) -> None:
     args: list[str | Path] = [
         "--set",
         "failure.max_restarts=2",
@@ -65,7 +66,7 @@ def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> 
         "--",
         tmp_path,
     ]
-    said = run_cli("run", "--ranks", "2", *args)
+    said = run_cli("run", "--cluster", warm_cluster, "--ranks", "2", *args)
     assert said.rc == 0, said.stdout + said.stderr
     told = json.loads((tmp_path / "probe-1.json").read_text())
     assert told.pop("env") == {
@@ -160,6 +161,7 @@ def test_script_of_a_file_takes_arguments_and_may_ask_for_its_context(
     assert (record["name"], record["workload"], record["last_metrics"]) == ("ends", "ends.py", {"mine": 0.5})
 
 
+@pytest.mark.long
 def test_minimal_example_trains_and_its_return_value_is_kept(run_cli: Cli, tmp_path: Path) -> None:
     said = run_cli("train", EXAMPLES / "minimal.yaml")
     assert said.rc == 0, said.stdout + said.stderr

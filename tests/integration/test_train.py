@@ -176,6 +176,7 @@ def test_burst_of_lines_is_complete_and_in_order(on_warm: Trainer) -> None:
         assert [line[9:] for line in ended.stdout.splitlines() if line.startswith(f"[rank {rank}] ")] == wanted
 
 
+@pytest.mark.long
 def test_launches_at_the_same_time_do_not_collide(trainer: Trainer) -> None:
     config = trainer.config("steps", params={"pause": 0.2})
     started = [trainer.cli.start("train", config) for _ in range(2)]

@@ -30,8 +30,8 @@ from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import rank_spec
+from ddptrain.protocol.news import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.results.layout import new_run_id
 from ddptrain.worker import driver_calls, rank_task, spool
 from ddptrain.worker.foreign_worker import rank_host
@@ -274,7 +274,7 @@ def run_job(spec_json: str, pickled: bytes, future_arguments: Mapping[int | str,
     )
     log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
     with _echoed(log):
-        exited = exit_from_json(rank_task.run_rank(spec.to_json()))
+        exited = rank_task.run_rank(spec.to_json())
     return _outcome(spec, str(answer), log, exited)
 
 

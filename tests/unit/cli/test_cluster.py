@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.status import State, View
 from ddptrain.config import plugin_names
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.errors import ClusterError, UsageError
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -92,7 +91,7 @@ def test_runs_file_gives_its_cluster_section_and_options_win(
     assert [(name, config.ranks) for config, name, _ in asked] == [("pets", 2), ("local", 5)]
 
 
-@pytest.mark.parametrize("backend", plugin_names.BACKENDS)
+@pytest.mark.parametrize("backend", plugin_names.BACKENDS.built_in)
 def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missing(
     call: Call, asked: list[tuple[ClusterConfig, str, bool]], backend: str
 ) -> None:
@@ -173,20 +172,3 @@ def test_down_of_a_cluster_that_is_not_there_succeeds_and_suggests_the_nearest(c
 def test_down_wants_one_name_or_all(call: Call) -> None:
     for args in ([], ["dev", "--all"]):
         assert call("down", *args)[::2] == (2, "ddptrain: error: name one cluster, or --all\n")
-
-
-def test_down_all_goes_on_after_a_failure_and_tells_each(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: Mapping[str, Exception] = {"a": ClusterError("stuck"), "c": UsageError("in use")}
-    for name in ("a", "b", "c"):
-        entry(name)
-
-    def down(name: str, tell: Tell, *, now: bool = False) -> None:
-        if name in errors:
-            raise errors[name]
-
-    monkeypatch.setattr(lifecycle, "down", down)
-    code, out, err = call("down", "--all")
-    assert (code, out) == (4, "cluster b is down\n")
-    assert sorted(err.splitlines()) == ["ddptrain: error: in use", "ddptrain: error: stuck"]
-    code, out, _ = call("down", "--all", "--json")
-    assert (code, json.loads(out)) == (4, {"ended": ["b"], "failed": {"a": "stuck", "c": "in use"}})

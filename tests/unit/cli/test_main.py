@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
@@ -20,13 +19,7 @@ import typer
 import ddptrain
 from ddptrain.cli import main as cli
 from ddptrain.errors import (
-    ClusterError,
-    ConfigError,
     DdptrainError,
-    Interrupted,
-    Problem,
-    RunNotFound,
-    TrainingFailed,
 )
 
 Handle = Callable[[Callable[[], object]], int]
@@ -54,47 +47,11 @@ def raising(error: BaseException) -> Callable[[], NoReturn]:
     return command
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(RunNotFound("no run x"), 2), (ClusterError("no slots"), 4), (TrainingFailed("rank 1 failed"), 1)],
-)
-def test_error_becomes_its_message_and_exit_code(
-    handle: Handle, capsys: pytest.CaptureFixture[str], error: DdptrainError, code: int
-) -> None:
-    assert handle(raising(error)) == code
-    assert capsys.readouterr() == ("", f"ddptrain: error: {error}\n")
-
-
-def test_each_configuration_problem_has_its_own_line(handle: Handle, capsys: pytest.CaptureFixture[str]) -> None:
-    problems = [
-        Problem("a.yaml:3", "params.epochz", "unknown key", "did you mean params.epochs?"),
-        Problem("a.yaml:7", "", "x"),
-    ]
-    assert handle(raising(ConfigError(problems))) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "ddptrain: error: a.yaml:3: params.epochz: unknown key (did you mean params.epochs?)",
-        "ddptrain: error: a.yaml:7: x",
-    ]
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interruption_names_its_signal(
-    handle: Handle, capsys: pytest.CaptureFixture[str], signum: signal.Signals, code: int
-) -> None:
-    assert handle(raising(Interrupted(signum))) == code
-    assert capsys.readouterr().err == f"ddptrain: interrupted by {signum.name}\n"
-
-
 def test_limit_of_open_files_is_no_bug(handle: Handle, capsys: pytest.CaptureFixture[str]) -> None:
     assert handle(raising(OSError(errno.EMFILE, "Too many open files"))) == 4
     assert (
         capsys.readouterr().err == "ddptrain: error: too many open files: raise the limit, as with `ulimit -n 4096`\n"
     )
-
-
-@pytest.mark.parametrize("value", [None, 0, 1, 75])
-def test_return_value_of_a_command_is_the_exit_code(handle: Handle, value: int | None) -> None:
-    assert handle(lambda: value) == (value or 0)
 
 
 @pytest.mark.parametrize("error", [ValueError("so wrong"), DdptrainError("so wrong"), OSError(5, "so wrong")])

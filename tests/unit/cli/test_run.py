@@ -37,16 +37,6 @@ def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) 
     assert second["workload"] == {**config["workload"], "args": ["--", "x"]}  # type: ignore[dict-item]
 
 
-def test_options_become_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.driver.cluster_session.check_cluster", lambda cluster, tell: None)
-    options = ["--ranks", "3", "--cluster", "tcp://h:1", "--runs-dir", "elsewhere", "--set", "failure.max_restarts=2"]
-    config = resolved(capsys, *options, "My Script.py")
-    cluster, failure, results = config["cluster"], config["failure"], config["results"]
-    assert isinstance(cluster, dict) and (cluster["ranks"], cluster["address"]) == (3, "tcp://h:1")
-    assert isinstance(failure, dict) and failure["max_restarts"] == 2
-    assert results == {"dir": "elsewhere"}
-
-
 def test_dry_run_checks_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--dry-run", "--cluster", "nothere", "My Script.py"]) == 2
     said = capsys.readouterr()

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.model_registry import registry as registry_module
 from ddptrain.model_registry.model_reader import RECORD, ModelReader, open_version
 from ddptrain.model_registry.records import Change, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
@@ -161,28 +160,6 @@ def test_version_without_its_record_does_not_exist(registry: ModelRegistry, run:
     assert add(registry, run, "names-1") == 2
     with pytest.raises(UsageError, match="no version 1; it has 2"):
         registry.version("names", 1)
-
-
-def test_change_after_years_of_retraining_costs_no_more_than_the_first(
-    registry: ModelRegistry, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not every entry of the history is read, and not every version that was ever deleted is in each entry."""
-    monkeypatch.setattr(registry_module, "_MOST_REMOVED", 3)
-    for number in range(890, 900):
-        for action in ("created", "removed"):
-            edit = Edit(action, number, {})
-            registry.change("names", lambda _, edit=edit: edit)  # type: ignore[misc]
-    read: list[int] = []
-    change = registry._change
-
-    def recorded(model: str, number: int) -> Change:
-        read.append(number)
-        return change(model, number)
-
-    monkeypatch.setattr(registry, "_change", recorded)
-    assert add(registry, run, "run-1") == 900
-    assert len(read) < 6
-    assert registry.state("names").removed == (897, 898, 899)
 
 
 def test_number_of_a_removed_version_is_not_used_again(registry: ModelRegistry, run: Path, tmp_path: Path) -> None:

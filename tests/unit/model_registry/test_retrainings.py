@@ -13,7 +13,7 @@ from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import StoreError, WriteConflict
+from ddptrain.storage.store import StoreError
 
 RECORD = RetrainRecord(
     number=0,
@@ -64,16 +64,6 @@ def test_update_replaces_the_record(records: RetrainRecords) -> None:
     assert [(each.status, each.stage) for each in records.newest(5)] == [("promoted", "promote")]
 
 
-def test_number_that_another_process_has_taken_meanwhile(
-    records: RetrainRecords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = RetrainRecords(RemoteFolder(OwnFolder(tmp_path / "models")), "names")
-    monkeypatch.setattr(records, "numbers", list)
-    other.create(RECORD)
-    with pytest.raises(WriteConflict):
-        records.create(RECORD)
-
-
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"number": "x"}', b"\xff"])
 def test_damaged_record_is_named(records: RetrainRecords, tmp_path: Path, data: bytes) -> None:
     records.create(RECORD)
@@ -90,24 +80,6 @@ def test_missing_record_is_named(records: RetrainRecords) -> None:
 def test_field_of_a_newer_version_is_ignored() -> None:
     data = RECORD.to_json().replace(b'"model"', b'"later": 1,\n "model"')
     assert RetrainRecord.from_json(data, "x") == RECORD
-
-
-def test_only_the_newest_skips_are_kept(records: RetrainRecords, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.model_registry.retrainings._KEPT_SKIPS", 3)
-    for number in range(5):
-        records.add_skip(f"reason {number}", "2026-03-01T03:00:00Z")
-    assert {each["reason"] for each in records.skips()} <= {f"reason {number}" for number in range(5)}
-    assert len(records.skips()) == 3
-    assert records.newest(5) == []
-
-
-def test_old_listings_go_before_old_records(records: RetrainRecords, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.model_registry.retrainings._KEPT_LISTINGS", 2)
-    for _ in range(3):
-        records.write_listing(records.create(RECORD).number, b"x")
-    records.remove_older(())
-    assert [records.listing(number) for number in (1, 2, 3)] == [None, b"x", b"x"]
-    assert len(records.newest(5)) == 3
 
 
 def test_old_records_go_but_those_of_versions_and_unfinished_ones_stay(

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.errors import ClusterError, ConfigError, Problem, UsageError
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports import destinations as module
 from ddptrain.reports.destinations import Destinations, Reporting, write_reports
 from ddptrain.reports.report import RunReport
 from tests.unit.reports.runs import failed_run, run
@@ -39,25 +38,6 @@ def test_without_ci_and_options_nothing_is_written(tmp_path: Path, capsys: pytes
     assert capsys.readouterr() == ("", "")
 
 
-def test_files_of_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_reports(RunReport.of_run(failed_run(tmp_path)), chosen("new/r.md", "j.xml"))
-    assert (tmp_path / "new" / "r.md").read_text().startswith("## ❌ `toy`: failed\n")
-    assert b'classname="toy"' in (tmp_path / "j.xml").read_bytes()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_github_gets_a_summary_and_an_annotation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "summary.md").write_text("from the step\n")
-    write_reports(RunReport.of_run(failed_run(tmp_path)), chosen(**github(tmp_path)))
-    assert (tmp_path / "summary.md").read_text().startswith("from the step\n\n## ❌ `toy`: failed\n")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == (
-        "last lines of rank 1:\n[rank 1] step 1\n[rank 1] ValueError: wrong shape\n"
-        "::error file=train.py,line=4,title=ddptrain%3A toy failed::rank 1 on node-1: ValueError: wrong shape\n"
-    )
-
-
 def test_lines_of_ranks_are_no_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     view = failed_run(tmp_path, logs={1: "::error::a\n::endgroup::\nx\r::stop-commands::t\n##[error]b\n\x1b]0;x\x07\n"})
     write_reports(RunReport.of_run(view), chosen(**github(tmp_path)))
@@ -65,27 +45,11 @@ def test_lines_of_ranks_are_no_commands(tmp_path: Path, capsys: pytest.CaptureFi
     assert [line for line in lines if line.startswith("::")] == [lines[-1]]
 
 
-def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_reports(RunReport.of_run(run(tmp_path)), chosen(**github(tmp_path)))
-    assert capsys.readouterr() == ("", "")
-    assert (tmp_path / "summary.md").read_text().startswith("## ✅ `toy`: succeeded\n")
-
-
 def test_rejection_is_a_warning_with_the_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gate = [GateOutcome("loss", False, "loss 2 is not < 1"), GateOutcome("accuracy", True, "fine")]
     retraining = RetrainRecord(1, "m", "", gate=tuple(gate))
     write_reports(RunReport("m", "rejected", 7, retraining=retraining), chosen(**github(tmp_path)))
     assert capsys.readouterr().err == "::warning title=ddptrain%3A m rejected::loss 2 is not < 1\n"
-
-
-def test_problems_are_annotated_at_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.yaml").write_text("x: 1\n")
-    problems = [Problem("a.yaml:1", "x", "unknown key"), Problem("--ranks 0", "ranks", "is 0")]
-    write_reports(RunReport.of_error("a", ConfigError(problems)), chosen(**github(tmp_path)))
-    title = "title=ddptrain%3A the configuration is wrong"
-    assert capsys.readouterr().err == (
-        f"::error file=a.yaml,line=1,{title}::x: unknown key\n::error {title}::--ranks 0: ranks: is 0\n"
-    )
 
 
 def test_gitlab_gets_the_last_lines_and_a_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,16 +136,6 @@ def test_failure_of_one_file_is_one_warning(tmp_path: Path, capsys: pytest.Captu
     assert sorted(path.name for path in tmp_path.iterdir()) == ["j.xml"]
 
 
-def test_defect_of_a_report_is_one_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddptrain.reports.facts.rank_results", lambda view: 1 / 0)
-    write_reports(RunReport.of_run(run(tmp_path)), chosen("r.md"))
-    assert capsys.readouterr().err == (
-        "ddptrain: warning: the report could not be made: ZeroDivisionError: division by zero\n"
-    )
-
-
 def test_error_that_prevents_a_run_is_reported_and_raised(tmp_path: Path) -> None:
     with pytest.raises(ClusterError), Reporting("toy", chosen("r.md")):
         raise ClusterError("no cluster")
@@ -200,11 +154,3 @@ def test_check_that_starts_nothing_is_reported(tmp_path: Path) -> None:
     with Reporting("toy", chosen("r.md")) as reporting:
         reporting.checked()
     assert (tmp_path / "r.md").read_text() == "## ✅ `toy`: checked\n\nexit code 0\n"
-
-
-def test_nothing_is_imported_where_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "write_reports", lambda *_: pytest.fail("there is nothing to write"))
-    reporting = Reporting("toy", chosen())
-    reporting.checked()
-    with pytest.raises(ClusterError), reporting:
-        raise ClusterError("no cluster")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -17,7 +16,7 @@ from ddptrain.results.layout import (
     valid_run_id,
 )
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.tracker_records import tracker_outputs, wandb_parts
+from ddptrain.results.tracker_records import wandb_parts
 
 # --- layout ---
 
@@ -146,25 +145,6 @@ def part(folder: Path, run_id: str) -> Path:
     made.mkdir(parents=True)
     (made / f"run-{run_id}.wandb").touch()
     return made
-
-
-def test_urls_of_runs_that_were_sent_later_are_added_and_ranks_are_in_order(tmp_path: Path) -> None:
-    (tmp_path / "tracking" / "wandb").mkdir(parents=True)
-    links = {"w1": "http://x/w1", "w1-rank_2": "http://x/2", "w2": "http://later"}
-    (tmp_path / "tracking" / "wandb" / "links.json").write_text(json.dumps(links))
-    record = RunRecord(
-        run_id="r",
-        tracking={
-            "wandb/rank_10": {"id": "w3"},
-            "wandb/rank_2": {"id": "w2", "url": "http://first"},
-            "wandb": {"id": "w1"},
-        },
-    )
-    made = tracker_outputs(RunLayout(tmp_path), record)
-    assert list(made) == ["wandb", "wandb/rank_2", "wandb/rank_10", "wandb/w1-rank_2"]
-    assert made["wandb"] == {"id": "w1", "url": "http://x/w1"}
-    assert made["wandb/rank_2"]["url"] == "http://first", "what a rank has reported stays"
-    assert made["wandb/w1-rank_2"] == {"id": "w1-rank_2", "url": "http://x/2"}
 
 
 def test_parts_in_a_folder_of_the_users_are_found_by_their_id(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.errors import RunLocked
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
@@ -94,26 +94,6 @@ def test_readers_do_not_keep_a_driver_out(layout: RunLayout) -> None:
         over.set()
         for reader in readers:
             reader.join()
-
-
-def test_owner_touches_the_file_and_notices_that_another_one_has_it(
-    layout: RunLayout, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ownership, "BEAT_EVERY_S", 0.01)
-    owner.take()
-    lost: list[DdptrainError] = []
-    owner.keep(lost.append)
-    age(layout.lock_file, 60)
-    deadline = time.monotonic() + 60
-    while time.time() - layout.lock_file.stat().st_mtime > 30:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert not lost
-    layout.lock_file.write_text("process 7 on far\n")  # its host does not see our lock
-    while not lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert isinstance(lost[0], RunLocked) and str(lost[0]) == "run run has been taken over by process 7 on far"
 
 
 def test_lock_file_that_is_replaced_is_lost(layout: RunLayout, owner: Owner) -> None:

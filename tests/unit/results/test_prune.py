@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,6 +33,7 @@ from ddptrain.results.run_record import DriverRecord, RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, StoreRuns
 from ddptrain.results.show.render import size
+from ddptrain.storage.remote_folder import RemoteFolder
 from tests.unit.results.stores import WatchedStore, watched_store
 
 # --- Runs in a folder are deleted: completely or not at all, and only those that nobody uses ---
@@ -353,12 +353,24 @@ FILES = ("checkpoints/step-1/model.safetensors", "checkpoints/step-1/checkpoint.
 
 
 @pytest.fixture
-def runs_prune_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreRuns:
+def watched() -> tuple[RemoteFolder, WatchedStore]:
+    return watched_store()
+
+
+@pytest.fixture
+def fs(watched: tuple[RemoteFolder, WatchedStore]) -> WatchedStore:
+    """The store of the runs, whose calls may fail."""
+    return watched[1]
+
+
+@pytest.fixture
+def runs_prune_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[RemoteFolder, WatchedStore]
+) -> StoreRuns:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    store, _ = watched_store()
-    return StoreRuns(store)
+    return StoreRuns(watched[0])
 
 
 def put_prune_store(
@@ -380,11 +392,6 @@ def claim(runs_prune_store: StoreRuns, run_id: str, **fields: object) -> None:
     runs_prune_store.store.write(f"{run_id}/{LOCK}", json.dumps(dataclasses.asdict(changed)).encode())
 
 
-def fs_of(runs_prune_store: StoreRuns) -> WatchedStore:
-    watched: Any = runs_prune_store.store.store
-    return watched._store  # type: ignore[no-any-return]
-
-
 def test_old_runs_are_deleted_with_all_their_files_and_the_lock(runs_prune_store: StoreRuns) -> None:
     size = put_prune_store(runs_prune_store, "old", day=1)
     put_prune_store(runs_prune_store, "new", day=2)
@@ -395,8 +402,8 @@ def test_old_runs_are_deleted_with_all_their_files_and_the_lock(runs_prune_store
     assert not (runs_prune_store.work / "old").exists() and [view.run_id for view in runs_prune_store.list()] == ["new"]
 
 
-def test_death_at_each_write_leaves_the_complete_run_or_none(runs_prune_store: StoreRuns) -> None:
-    fs, seen = fs_of(runs_prune_store), []
+def test_death_at_each_write_leaves_the_complete_run_or_none(runs_prune_store: StoreRuns, fs: WatchedStore) -> None:
+    seen = []
     for step in range(1, 100):
         put_prune_store(runs_prune_store, "old")
         count = itertools.count(1)
@@ -463,10 +470,12 @@ def test_resumable_run_stays(runs_prune_store: StoreRuns) -> None:
     assert [each.reason for each in prune(runs_prune_store, ALL).kept] == ["can be resumed"]
 
 
-def test_store_that_stops_answering_ends_the_prune_with_one_problem(runs_prune_store: StoreRuns) -> None:
+def test_store_that_stops_answering_ends_the_prune_with_one_problem(
+    runs_prune_store: StoreRuns, fs: WatchedStore
+) -> None:
     for day in range(1, 5):
         put_prune_store(runs_prune_store, f"run-{day}", day=day)
-    fs_of(runs_prune_store).fails = lambda path: OSError("kind: Timeout") if "run-3/" in path else None
+    fs.fails = lambda path: OSError("kind: Timeout") if "run-3/" in path else None
     report = prune(runs_prune_store, ALL)
     assert [each.run.folder for each in report.removed] == ["run-4"] and len(report.problems) == 1
     assert {each.run.folder: each.reason for each in report.kept} == {

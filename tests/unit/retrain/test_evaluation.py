@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ import pytest
 
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.errors import TrainingFailed, UsageError
+from ddptrain.errors import UsageError
 from ddptrain.model_registry.records import ModelFile, VersionRecord
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.run_record import RunRecord, RunStatus
@@ -136,31 +135,3 @@ def result(folder: Path, value: Any, held_out: str = "") -> evaluation.Evaluatio
         (target.folder / "inputs").mkdir()
         (target.folder / "inputs" / "held_out.json").write_text(held_out)
     return evaluation._result(RunLayout(target.folder))
-
-
-def test_result_of_the_ranks_has_numbers_again(folder: Path) -> None:
-    scores = {"new": {"val/loss": 2.5, "lost": "nan", "most": "-inf"}}
-    held_out = json.dumps({"digest": "abc", "n": 7, "noun": "names"})
-    found = result(folder, {"scores": scores, "failures": {"old": "why"}, "notes": ["so"]}, held_out)
-    assert found.scores["new"]["val/loss"] == 2.5 and found.scores["new"]["most"] == -math.inf
-    assert math.isnan(found.scores["new"]["lost"])
-    assert (found.held_out, found.n, found.noun) == ("abc", 7, "names")
-    assert found.failures == {"old": "why"} and found.notes == ("so",)
-
-
-@pytest.mark.parametrize("value", [None, "scores", {"scores": 3}])
-def test_result_without_scores_is_a_failure(value: Any, folder: Path) -> None:
-    with pytest.raises(TrainingFailed, match="returned no scores"):
-        result(folder, value)
-
-
-def test_only_the_newest_directories_of_failed_evaluations_are_kept(folder: Path) -> None:
-    kept = folder / "runs" / evaluation.FOLDER
-    kept.mkdir(parents=True, mode=0o700)
-    for number in range(7):
-        started = f"2026-01-0{number + 1}T00:00:00+00:00"
-        run(kept, f"failed-{number}", started_at=started, ended_at=started, duration_s=1.0)
-    with evaluation._runs_folder("runs") as found:
-        assert found == kept
-        assert sorted(path.name for path in kept.iterdir()) == [f"failed-{number}" for number in range(2, 7)]
-    assert kept.is_dir()

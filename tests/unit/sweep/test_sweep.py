@@ -20,7 +20,6 @@ from ddptrain.results.runs import NoUpload
 from ddptrain.results.sweep_record import TrialState, read_sweep
 from ddptrain.sweep.home import check_same
 from ddptrain.sweep.output import summary_lines, trial_line
-from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
 
 
@@ -144,39 +143,6 @@ def test_a_value_that_is_no_number_is_a_failure(sweeper: Sweeper) -> None:
     assert "loss -" not in trial_line(replace(trial, value=math.nan), read_sweep(sweeper.folder / "s"))
 
 
-def test_a_resumed_sweep_continues_what_has_no_result_and_runs_nothing_twice(
-    sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweeper.workload = follows_lr
-    config = sweeper.config(space={"params.lr": [4, 3, 2, 1]}, search="grid", trials=None)
-    with monkeypatch.context() as patch:
-        patch.setattr("ddptrain.sweep.sweep.Sweep._trial_ended", _killed_at(3))
-        patch.setattr("ddptrain.sweep.sweep.Sweep._stop_all", lambda sweep: None)
-        with pytest.raises(ZeroDivisionError):
-            sweeper.run(config)
-    begun = len(sweeper.begun)
-    assert begun == 3  # two are told, the third has ended without being told
-    assert sweeper.run(config, resume=True) == 0
-    record = read_sweep(sweeper.folder / "s")
-    assert [each.value for each in record.trials] == [4.25, 3.25, 2.25, 1.25]
-    assert [params["lr"] for params, _ in sweeper.begun] == [4, 3, 2, 1]
-
-
-def _killed_at(number: int) -> Any:
-    from ddptrain.sweep.sweep import Sweep
-
-    ended = Sweep._trial_ended
-    seen: list[Trial] = []
-
-    def trial_ended(sweep: Sweep, trial: Trial) -> None:
-        seen.append(trial)
-        if len(seen) == number:
-            raise ZeroDivisionError
-        ended(sweep, trial)
-
-    return trial_ended
-
-
 def test_a_signal_interrupts_trials_and_a_resume_completes_them(sweeper: Sweeper) -> None:
     def stopped_at_2(params: dict[str, Any], run: StubRun) -> str:
         if params["lr"] == 2:
@@ -199,14 +165,6 @@ def test_a_signal_interrupts_trials_and_a_resume_completes_them(sweeper: Sweeper
         (2, True),
         (3, False),
     ]
-
-
-def test_time_is_a_limit(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweeper.workload = follows_lr
-    now = iter(range(10_000))
-    monkeypatch.setattr("ddptrain.sweep.sweep.Sweep._elapsed_s", lambda sweep: float(next(now)))
-    assert sweeper.run(sweeper.config(trials=None, for_="60s")) == 0
-    assert 1 <= len(read_sweep(sweeper.folder / "s").trials) <= 60
 
 
 @pytest.mark.parametrize("wrong", [{"search": "tpa"}, {"prune": "ahsa"}, {"search": {"tpe": {"foo": 1}}}])

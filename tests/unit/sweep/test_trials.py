@@ -5,62 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddptrain.config.load import load_data, load_mapping
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.errors import RunLocked
 from ddptrain.sweep import sweep
 from ddptrain.sweep.home import LiveMetric, best_value, values_by_step
 from ddptrain.sweep.output import Failures, Limits, Situation, remaining_s
 from ddptrain.sweep.sweep import Capacity, best_yaml, trial_config
-from ddptrain.sweep.trial import _when_unlocked
 
 # --- A trial whose run the killed driver of an earlier part still seems to hold ---
-
-
-class Waiter:
-    """A trial that counts its pauses, and is asked to end after `stop_after` of them."""
-
-    def __init__(self, stop_after: int = 1000) -> None:
-        self.record, self.status = SimpleNamespace(number=0), ""
-        self.stopped: list[Any] = []
-        self.pauses, self._stop_after = 0, stop_after
-
-    def wait(self, seconds: float) -> None:
-        self.pauses += 1
-        if self.pauses >= self._stop_after:
-            self.stopped.append(15)
-
-
-def locked_times(count: int) -> Any:
-    left = iter(range(count))
-
-    def work() -> int:
-        if next(left, None) is not None:
-            raise RunLocked("run s-0001 is held by process 12 on there")
-        return 7
-
-    return work
-
-
-def test_it_waits_until_the_lock_has_expired() -> None:
-    trial: Any = Waiter()
-    assert _when_unlocked(trial, locked_times(3)) == 7
-    assert trial.pauses == 3 and "expire" in trial.status
-
-
-def test_it_gives_up_when_it_is_asked_to_end_or_out_of_patience() -> None:
-    trial: Any = Waiter(stop_after=2)
-    with pytest.raises(RunLocked):
-        _when_unlocked(trial, locked_times(9))
-    assert trial.pauses == 2
-    with pytest.raises(RunLocked):
-        _when_unlocked(trial, locked_times(9), patience_s=0.0)
-    assert trial.pauses == 2
 
 
 # --- The configuration of a trial ---
@@ -137,10 +93,19 @@ def test_wrong_points_are_refused(tmp_path: Path) -> None:
 # --- How many trials may run at the same time on a cluster that is shared ---
 
 
-def cluster(*workers: tuple[int, int], waiting: int = 0) -> Any:
+class Client:
     """A client of a cluster whose workers have (slots, held) each."""
-    seen = {"workers": [{"slots": slots, "held": held} for slots, held in workers], "waiting": ["run"] * waiting}
-    return SimpleNamespace(run_on_scheduler=lambda function: seen)
+
+    def __init__(self, *workers: tuple[int, int], waiting: int = 0) -> None:
+        self.workers, self.waiting = workers, waiting
+
+    def run_on_scheduler(self, _: object) -> dict[str, list[Any]]:
+        workers = [{"slots": slots, "held": held} for slots, held in self.workers]
+        return {"workers": workers, "waiting": ["run"] * self.waiting}
+
+
+def cluster(*workers: tuple[int, int], waiting: int = 0) -> Any:
+    return Client(*workers, waiting=waiting)
 
 
 def test_slots_of_running_trials_count_besides_free_ones() -> None:
@@ -167,7 +132,7 @@ def test_it_follows_the_size_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> 
     client = cluster((2, 2))
     found = Capacity(None, 1, client)
     assert found.trials(running=2) == 2
-    client.run_on_scheduler = cluster((2, 2), (2, 0)).run_on_scheduler
+    client.workers = ((2, 2), (2, 0))
     assert found.trials(running=2) == 4
 
 

@@ -21,7 +21,6 @@ from ddptrain.workloads.images import evaluate_checkpoint
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.bad_images import TooManyBadImages
 from ddptrain.workloads.images.loader.batcher import Batch
-from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.validation import evaluate as evaluate_model
 from ddptrain.workloads.images.validation import share_buffers
 from ddptrain.workloads.petnames import evaluate as names_evaluation
@@ -231,20 +230,9 @@ def evaluated(root: Path, run: str, *compared: str, **params: Any) -> tuple[dict
     return evaluate_checkpoint.evaluate(ctx, checkpoint), checkpoint.notes, ctx
 
 
-def test_images_of_another_source_are_scored_at_the_size_of_the_model(
-    group: None, colours: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[tuple[int, str]] = []
-
-    class Loader(ImageLoader):
-        def __init__(self, manifest: Any, location: Any, settings: Any, *others: Any) -> None:
-            sizes.append((settings.image_size, location.url))
-            super().__init__(manifest, location, settings, *others)
-
-    monkeypatch.setattr(evaluate_checkpoint, "ImageLoader", Loader)
+def test_images_of_another_source_are_scored(group: None, colours: Path) -> None:
     scores, notes, ctx = evaluated(colours, "three", "three")
     assert scores["val/accuracy"] == scores["val/top5"] == 1.0 and 0 < scores["val/loss"] < 0.3
-    assert sizes == [(16, str(colours / "images"))]
     assert notes == [] and ctx.progressed == [(1, "batches"), (2, "batches"), (3, "batches")]
 
 
@@ -273,13 +261,3 @@ def test_images_that_could_not_be_read_are_noted(group: None, colours: Path) -> 
             evaluated(colours, "three", max_bad_fraction=0.19)
     finally:
         path.write_bytes(data)
-
-
-def test_evaluation_without_an_image_of_a_shared_class_is_an_error() -> None:
-    manifest = Manifest("/a", ("cat", "dog"), ("cat/1.png",), (0,), (-1,), ("",), (), (0,))
-    checkpoint = saved(Path("a"))
-    with pytest.raises(UsageError, match="no image to evaluate on has a class that all models know"):
-        evaluate_checkpoint._note_classes(
-            checkpoint, manifest, Manifest("/a", manifest.classes, manifest.keys, (0,), (-1,), ("",), (), ()), ["dog"]
-        )
-    assert checkpoint.notes == ["1 image of 1 are left out, because not all models know their classes: cat"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from ddptrain.errors import UsageError
 from ddptrain.storage.object_store import settings_for
 from ddptrain.storage.store import Location, NotFound, StoreUnreachable, open_store
 from ddptrain.storage.synthetic import SHAPES, SyntheticImages
-from ddptrain.workloads.images import validation
 from ddptrain.workloads.images.dataset import ImageFolder, UnreadableImage
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.prediction_tables import (
@@ -136,23 +134,6 @@ def test_folder_without_images_is_told_at_once(tmp_path: Path) -> None:
         ImageFolder(str(tmp_path))
 
 
-def test_s3_image_folder_keeps_its_files_classes_and_transforms() -> None:
-    theirs: Any = SimpleNamespace(
-        s3_bucket="bucket",
-        anon=True,
-        all_files=["dogs/pug/2.jpg", "dogs/chow/1.jpg"],
-        classes=["chow", "pug"],
-        class_to_idx={"chow": 0, "pug": 1},
-        transform=as_array,
-        target_transform=None,
-        _get_class=lambda key: key.split("/")[-2],
-    )
-    ours = ImageFolder.of(theirs)
-    assert (ours.keys, ours.labels, ours.classes) == (theirs.all_files, [1, 0], theirs.classes)
-    assert ours.transform is as_array
-    assert (ours.location.url, ours.location.options) == ("s3://bucket", {"skip_signature": True})
-
-
 # --- What the last validation leaves: tables, names of outputs, and pictures ---
 
 
@@ -208,19 +189,3 @@ def test_drawings_are_the_same_everywhere_and_of_every_shape() -> None:
     assert len({first.get(key) for key in keys}) == len(keys) == 600
     with pytest.raises(NotFound):
         first.get("circle/../secret")
-
-
-def test_unreadable_images_of_all_ranks_are_counted_with_the_reasons_that_are_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def other_rank(is_bad: torch.Tensor, op: object) -> None:
-        assert is_bad.tolist() == [0, 1, 0, 0] and op == torch.distributed.ReduceOp.MAX
-        is_bad[3] = 1
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
-    checked: list[Any] = []
-    monkeypatch.setattr(validation, "check_bad", lambda *given: checked.extend(given))
-    manifest: Any = SimpleNamespace(keys="abcd", train=[0, 1, 2], val=[3], name=lambda index: "abcd"[index])
-    loader: Any = SimpleNamespace(bad_index=[1], bad=[("b", "truncated")])
-    validation.check_bad_on_all_ranks(loader, manifest, 0.25, torch.device("cpu"))
-    assert checked == [2, 4, 0.25, {"b": "truncated", "d": "see the logs of the other ranks"}]

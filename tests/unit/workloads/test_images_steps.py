@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,12 +19,10 @@ from ddptrain.rank.context import PreemptedExit, RankContext
 from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.model.build_model import describe
-from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import Meter
 from tests.unit.rank.test_context import Rank
 from tests.unit.workloads.pictures import COLOURS, picture
 
-CPU = torch.device("cpu")
 EACH = 4  # images of each colour: three train, one validates
 
 
@@ -180,14 +176,6 @@ def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatc
     assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [0, 1]
 
 
-def test_rates_are_of_the_images_of_the_epoch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 104.5])
-    monkeypatch.setattr(workload, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    run.train(epochs=1)
-    assert [values["samples_per_s"] for *_, values in run.logged if "samples_per_s" in values] == [2.0]
-    assert {float(state["step"]) for state in run.saved[-1]["optimizer"].state.values()} == {3.0}
-
-
 def test_weights_at_the_start_depend_on_the_seed_alone(run: Run) -> None:
     weights = []
     for others, seed in ((8, 3), (9, 3), (8, 4)):
@@ -213,50 +201,4 @@ def test_single_image_is_trained_on_where_batch_norm_needs_two(run: Run) -> None
     assert run.saved[-1]["step"] == 9
 
 
-def test_run_without_a_list_of_images_is_an_error() -> None:
-    with pytest.raises(UsageError, match="there is no list of images"):
-        workload.train(SimpleNamespace(inputs=None))  # type: ignore[arg-type]
-
-
 # --- Preparation ---
-
-
-class Network(nn.Module):
-    """A network that remembers the shape and the format of its images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        self.seen: list[tuple[list[int], bool]] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.seen.append((list(images.shape), images.is_contiguous()))
-        scores: torch.Tensor = self.layers(images)
-        return scores
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_first_pass_of_a_model_changes_nothing_in_it(channels_last: bool) -> None:
-    given: list[dict[str, Any]] = []
-    model = Network()
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
-
-    def prepare(model: nn.Module, **options: Any) -> nn.Module:
-        given.append(options)
-        return model
-
-    ctx: Any = SimpleNamespace(device=CPU, prepare=prepare)
-    settings = ImagesParams(architecture="small_cnn", image_size=9)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert workload._distributed(ctx, settings, model, 5) is model
-    assert given == [
-        {
-            "accumulate": 1,
-            "gradient_as_bucket_view": True,
-            workload._SYNC_BUFFERS: False,
-        }
-    ]
-    assert model.seen == [([2, 3, 9, 9], not channels_last)]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())

@@ -24,7 +24,7 @@ from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.train import Schedule, _described_again, _is_channels_last, make_optimizer
+from ddptrain.workloads.images.train import Schedule, _described_again, make_optimizer
 from tests.unit.workloads.petnames_ranks import run_ranks
 
 # The limit is that of the three ranks that all tests look at, also on a machine with other work.
@@ -379,13 +379,3 @@ def test_checkpoint_tells_the_size_of_images_that_a_run_with_changes_has_gone_on
         UsageError, match=r"the checkpoint is of 1 class \(red\), the images are of 3 classes \(blue, green, red\)"
     ):
         _described_again({**before, "classes": ["red"]}, manifest, 8)
-
-
-def test_weights_that_are_stored_channels_last_are_seen() -> None:
-    def network(size: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, size), nn.Flatten(), nn.Linear(4, 2))
-
-    assert _is_channels_last(network(3).to(memory_format=torch.channels_last))
-    assert not _is_channels_last(network(3))
-    assert not _is_channels_last(network(1))  # weights of one pixel are stored in both ways at once
-    assert not _is_channels_last(nn.Linear(2, 2))

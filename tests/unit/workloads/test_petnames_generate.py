@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.alphabet import STOP_ID, decode, encode
-from ddptrain.workloads.petnames.generate import _NameFilter, generate_names
+from ddptrain.workloads.petnames.generate import generate_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.sampling import MAX_LENGTH, sample_names
@@ -192,18 +192,3 @@ def test_a_run_without_its_names_needs_keep_known(run_dir: Path) -> None:
     with pytest.raises(UsageError, match=r"names.json: FileNotFoundError.*--keep-known"):
         generate_names(run_dir, 1)
     assert len(generate_names(run_dir, 1, keep_known=True).names) == 1
-
-
-@pytest.mark.parametrize(
-    ("kept", "attempts", "expected"),
-    [
-        (0, 0, 1375),  # at first 80 % are expected to be new names
-        (499, 999, 1102),  # half of them were
-        (999, 1999, 64),  # one is missing: a small batch costs as much as a single name
-        (0, 999, 1_100_000),  # none was
-    ],
-)
-def test_number_of_names_to_try_follows_from_the_share_that_was_kept(kept: int, attempts: int, expected: int) -> None:
-    names = _NameFilter(set(), 1000)
-    names.kept = dict.fromkeys(str(number) for number in range(kept))
-    assert names.names_to_try(attempts) == expected

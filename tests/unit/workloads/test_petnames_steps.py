@@ -110,12 +110,6 @@ def test_losses_of_a_model_that_finds_all_symbols_equally_likely(
     assert "on 5 names, 2 steps an epoch over 1 rank" in out
 
 
-def test_rate_of_an_epoch_is_of_its_own_names(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 2.0, 10.0, 14.0])
-    monkeypatch.setattr(workload, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    assert run.train()["samples_per_s"] == [3.5, 1.75]
-
-
 def test_run_that_holds_out_no_names_has_no_validation(run: Run) -> None:
     assert "val/loss" not in run.train(epochs=1)
 

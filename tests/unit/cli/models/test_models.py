@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from typer.testing import CliRunner, Result
 from ddptrain.cli.main import app
 from ddptrain.cli.models.models import open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
-from ddptrain.results import recorded_config
 from ddptrain.results.layout import RunLayout
 
 MANIFEST = {
@@ -110,15 +110,15 @@ def test_a_model_without_alias_stands_for_its_champion_if_there_is_no_such_run(p
         open_trained("cats")
 
 
-def test_a_version_has_no_programs_and_no_files_that_another_user_chose(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorded_config, "is_own_folder", lambda folder: False)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
+def test_a_version_has_no_programs_and_no_files_that_another_user_chose(place: Path) -> None:
     run = place / "runs" / "names-20261122-100000-aaaa"
     (run / "config.yaml").write_text("workload: own:train\nevaluate: evil:score\nenv: {LD_PRELOAD: /tmp/evil.so}\n")
     (place / "private").mkdir()
     (place / "private" / "manifest.json").write_text("{}")
     (run / "inputs").symlink_to(place / "private")
+    for path in (run, run / "config.yaml"):
+        os.chown(path, 65534, 65534)
     models("promote", "names", run.name)
     folder = place / "models/names/versions/1"
     assert (folder / "config.yaml").read_text() == "workload: own:train\n"

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import distributed.scheduler
@@ -157,24 +157,6 @@ def test_whoever_only_looks_does_not_keep_the_scheduler_up(start: Callable[..., 
         assert scheduler.process.wait(END_S) == 0
 
 
-def test_run_that_waits_for_slots_keeps_the_scheduler_up(start: Callable[..., Started]) -> None:
-    # The looker's own connection does not count: what counts is the run in the line.
-    with (
-        connected_in_time(start) as (scheduler, user, idle_s),
-        client_of(scheduler.card()["address"], name=LOOKER) as client,
-    ):
-        client.run_on_scheduler(_stand_in_line, client.id)
-        user.close()
-        time.sleep(3 * idle_s)
-        assert not scheduler.has_ended()
-        client.run_on_scheduler(slots.release, "r")
-        assert scheduler.process.wait(END_S) == 0
-
-
-def _stand_in_line(client: str, dask_scheduler: Any) -> None:
-    slots._table(dask_scheduler)._enqueue(slots.Request(client, "r", 1, False, frozenset(), None))
-
-
 def test_client_that_shuts_the_scheduler_down_is_named_as_the_reason(start: Callable[..., Started]) -> None:
     scheduler = start()
     with client_of(scheduler.card()["address"]) as client:
@@ -202,11 +184,16 @@ def test_scheduler_with_a_certificate_takes_only_those_who_have_it(
 # --- Silent workers are dropped by a clock that nobody sets. ---
 
 
+@dataclass
+class Beating:
+    last_seen: float = 1000.0
+
+
 class Heartbeats:
     """Workers with the wall clock's time of their last heartbeat, as Dask notes it."""
 
     def __init__(self, *workers: str) -> None:
-        self.workers = {address: SimpleNamespace(last_seen=1000.0) for address in workers}
+        self.workers = {address: Beating() for address in workers}
 
     async def remove_worker(self, address: str, stimulus_id: str) -> None:
         del self.workers[address]

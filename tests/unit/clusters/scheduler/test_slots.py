@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,33 +113,6 @@ def test_driver_that_died_leaves_the_line() -> None:
     assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 2
     there.table.remove_client(there, "client-r2")
     assert ask(there, "r3", 1, in_line=True)["refusal"]["place"] == 1
-
-
-def test_driver_that_died_in_the_line_leaves_no_topic() -> None:
-    there = scheduler(a=1)
-    there._broker = SimpleNamespace(_topics={"ddptrain/r1": [], "ddptrain/r2": []})
-    ask(there, "r1", 1)
-    ask(there, "r2", 1, in_line=True)
-    there.table.remove_client(there, "client-r2")
-    assert set(there._broker._topics) == {"ddptrain/r1"}
-
-
-def test_topic_of_a_run_that_another_driver_has_taken_up_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_LAST_MESSAGES_S", 0.01)
-    there = scheduler(a=2)
-    topics = {f"ddptrain/{run}": SimpleNamespace(subscribers={f"client-{run}"}) for run in ("r1", "r2")}
-    there._broker = SimpleNamespace(_topics=topics)
-    there.clients = {"client-r1": None, "client-r2": None}
-    for run in ("r1", "r2"):
-        ask(there, run, 1)
-        there.clients.pop(f"client-{run}")
-    table = there.table
-    for run in ("r1", "r2"):
-        table.remove_client(there, f"client-{run}")
-    topics["ddptrain/r2"].subscribers.add("another")
-    there.clients["another"] = None
-    LOOP.run_until_complete(asyncio.sleep(0.05))
-    assert set(topics) == {"ddptrain/r2"}
 
 
 def test_waiter_that_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ddptrain.driver import inbox
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import events, worker_notices
-from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.protocol import events
+from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.run_record import RankRecord
 from tests.unit.driver.attempt.attempt_play import GRACE_S, Play
@@ -26,7 +26,6 @@ from tests.unit.driver.attempt.ranks import running
 WORLD = 3
 RANKS = st.integers(0, WORLD - 1)
 ATTEMPTS = st.sampled_from([1, 1, 1, 2])
-HEAD = (ATTEMPTS, st.integers(0, WORLD))  # the last rank does not exist
 SIZES = st.integers(0, 99)
 STATUSES = st.sampled_from([0, 1, 75, -9, -15, -6])
 TIMES = st.integers(99_000_000_000, 101_000_000_000)
@@ -55,12 +54,25 @@ EVENTS = st.one_of(
     st.builds(events.ThreadFailure, TIMES, st.just("t"), st.just("E"), st.just("m"), st.just("tb")),
     st.builds(events.Finishing, TIMES, st.just(5.0)),
 )
+RANK_NEWS = st.builds(
+    RankNews,
+    RANKS,
+    SIZES,
+    SIZES,
+    cpu_s=st.none() | st.floats(0, 99),
+    gpu_percent=st.none() | st.floats(0, 100),
+    ended=st.none() | st.builds(RankExit, st.just(5), STATUSES, TIMES),
+    broken=st.sampled_from(["", "", "", "no rank server"]),
+)
 MESSAGES = st.one_of(
-    st.builds(worker_notices.Alive, *HEAD, st.none() | st.floats(0, 99), st.none() | st.floats(0, 100)),
-    st.builds(worker_notices.Leaving, *HEAD),
-    st.builds(worker_notices.StoreOpened, *HEAD, st.integers(1, 9)),
-    st.builds(worker_notices.Growth, *HEAD, SIZES, SIZES),
-    st.builds(worker_notices.RankExit, *HEAD, st.just(5), STATUSES, TIMES, SIZES, SIZES),
+    st.builds(
+        News,
+        ATTEMPTS,
+        st.lists(RANK_NEWS, max_size=2).map(tuple),
+        st.integers(0, 9),
+        st.booleans(),
+        worker=st.sampled_from(["tcp://h0", "tcp://h1", "tcp://h2"]),
+    ),
     st.builds(inbox.TaskFailed, ATTEMPTS, RANKS, st.just("no")),
     st.builds(inbox.WorkerLost, st.sampled_from(["tcp://h0", "tcp://h1", "tcp://elsewhere"])),
     st.builds(inbox.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT])),
@@ -201,7 +213,7 @@ def test_lost_host_names_its_lowest_rank_in_any_order(ranks: list[int], by_task:
 
 
 STARTED = events.Started(1, 42, "its host", "cuda:1")
-EXIT = RankExit(1, 3, 43, -9, 5, 0, 0)
+EXIT = RankExit(43, -9, 5)
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,23 @@ from tests.unit.results.stores import WatchedStore, serve_folder, watched_store
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[StoreRuns]:
+def watched() -> tuple[RemoteFolder, WatchedStore]:
+    return watched_store()
+
+
+@pytest.fixture
+def fs(watched: tuple[RemoteFolder, WatchedStore]) -> WatchedStore:
+    """The store of the runs, whose calls may fail."""
+    return watched[1]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, watched: tuple[RemoteFolder, WatchedStore]) -> Iterator[StoreRuns]:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        yield StoreRuns(watched_store()[0])
-
-
-def fs_of(runs: StoreRuns) -> WatchedStore:
-    store: Any = runs.store.store
-    return store._store  # type: ignore[no-any-return]
+        yield StoreRuns(watched[0])
 
 
 def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> RemoteFolder:
@@ -141,14 +147,14 @@ def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
         pass
 
 
-def test_store_that_takes_nothing_is_told_before_anything_is_made(runs: StoreRuns) -> None:
-    fs_of(runs).fails = lambda path: PermissionDeniedError("Forbidden")
+def test_store_that_takes_nothing_is_told_before_anything_is_made(runs: StoreRuns, fs: WatchedStore) -> None:
+    fs.fails = lambda path: PermissionDeniedError("Forbidden")
     with (
         pytest.raises(StoreForbidden, match=r"Forbidden\): check the credentials"),
         runs.keeping("a-1", resumed=False),
     ):
         pass
-    fs_of(runs).fails = lambda path: OSError("away")
+    fs.fails = lambda path: OSError("away")
     with pytest.raises(StoreError, match="away"), runs.keeping("a-1", resumed=False):
         pass
     assert not (runs.work / "a-1").exists()
@@ -166,7 +172,9 @@ def test_run_that_was_never_begun_leaves_nothing(runs: StoreRuns) -> None:
     assert not runs.store.files()
 
 
-def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(runs: StoreRuns) -> None:
+def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
+    runs: StoreRuns, fs: WatchedStore
+) -> None:
     with runs.keeping("a-1", resumed=False) as keeping:
         with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
             keeping.begin()
@@ -174,10 +182,10 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(r
             token = json.loads(runs.store.read(f"a-1/{LOCK}") or b"")["token"]
             assert runs.folder.stat().st_mode & 0o777 == 0o700
             writer.layout.log(0).write_text("not uploaded\n")
-            fs_of(runs).fails = lambda path: OSError("away")
+            fs.fails = lambda path: OSError("away")
             assert "not all in memory://" in keeping.flush(0.1)
         keeping.close(0.1)
-    fs_of(runs).fails = lambda path: None
+    fs.fails = lambda path: None
     hold(runs.store.below("a-1"), token=token, released=True)
     with runs.keeping("a-1", resumed=True) as keeping:
         assert (keeping.root / "logs/rank-0.log").read_text() == "not uploaded\n"

@@ -17,7 +17,7 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
 from ddptrain.results.show.curves import Plot, plot_data, plot_of, whole_plot
-from ddptrain.results.show.plot import ChartLine, Style, draw_chart, save_picture, terminal_charts
+from ddptrain.results.show.plot import ChartLine, Style, draw_chart, save_picture
 
 # --- curves ---
 
@@ -112,13 +112,6 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     assert all(0 < value < 1 for value in curve.main[1])
 
 
-def test_time_of_all_ranks_begins_with_the_first_line(tmp_path: Path) -> None:
-    view = view_of(tmp_path, {"time_s": 12, "loss": 1}, {"time_s": 10, "rank": 1, "loss": 2}, {"time_s": 15, "loss": 3})
-    (curve,) = plot_of(view).panels[0].curves
-    assert curve.ranks == {0: ([2.0, 5.0], [1.0, 3.0]), 1: ([0.0], [2.0])}
-    assert curve.main == ([0.0, 2.0, 5.0], [2.0, 1.0, 3.0])
-
-
 def test_whole_plot_has_every_metric_and_none_is_no_error(tmp_path: Path) -> None:
     view = view_of(tmp_path, {"step": 1, "val/loss": 2, "train/loss": 3, "lr": 0.1})
     found = whole_plot(view)
@@ -210,9 +203,3 @@ def test_the_ending_decides_the_format(plot: Plot, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes().startswith(PNG)
     with pytest.raises(UsageError, match=r"cannot draw a \.docx file"):
         save_picture(plot, tmp_path / "a.docx")
-
-
-def test_charts_name_each_curve_with_its_last_value(plot: Plot) -> None:
-    text = terminal_charts(plot, Style())
-    assert "train/loss, mean of 2 ranks: 1.5" in text
-    assert "val/$x$_loss: 3" in text

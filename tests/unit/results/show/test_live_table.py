@@ -65,17 +65,6 @@ def test_table_is_replaced_and_shows_the_newest_metrics(notebook: StubDisplay, t
     assert "10%" not in page and "<script>" not in page and "\x1b" not in page
 
 
-def test_run_that_has_ended_is_shown_once_more(notebook: StubDisplay, tmp_path: Path) -> None:
-    run_dir = tmp_path / "r-2"
-    (run_dir / "logs").mkdir(parents=True)
-    (run_dir / "run.json").write_text('{"run_id": "r-2", "status": "succeeded", "exit_code": 0}')
-    (run_dir / "logs" / "rank-0.log").write_text("epoch 1\nall done\n")
-    run = Run("r-2", str(run_dir))
-    assert run.watch() is run
-    (page,) = notebook.shown
-    assert "succeeded (exit code 0)" in page and "<pre>epoch 1\nall done</pre>" in page and notebook.updates == []
-
-
 def test_watch_prints_lines_elsewhere_and_raises_the_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

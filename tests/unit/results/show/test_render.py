@@ -12,9 +12,7 @@ from rich.console import Console
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.run_record import (
-    AttemptRecord,
     BestRecord,
-    DriverRecord,
     FailureRecord,
     GitRecord,
     RunRecord,
@@ -22,7 +20,6 @@ from ddptrain.results.run_record import (
 from ddptrain.results.selection import Field, RunFields
 from ddptrain.results.show.explanation import explain_run
 from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections
-from ddptrain.results.tracker_records import wandb_parts
 
 # --- render ---
 
@@ -80,16 +77,6 @@ def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, r
     assert rows([RunView(RunLayout(tmp_path), record)])[0][-1] == result
 
 
-def test_running_run_tells_its_driver_its_attempt_and_where_the_driver_prints(tmp_path: Path) -> None:
-    attempts = (AttemptRecord(1, outcome="failed"), AttemptRecord(2))
-    record = RunRecord(run_id="r", attempts=attempts, driver=DriverRecord(7, "far"))
-    view = RunView(RunLayout(tmp_path), record)
-    view.layout.driver_log.touch()
-    about = dict(sections(view)[0][1])
-    told = (about["driver"], about["attempt"], about["driver's output"])
-    assert told == ("process 7 on far", "2", str(tmp_path / "driver.log"))
-
-
 def tracked_run(folder: Path) -> RunView:
     """A run of eleven ranks, the first two of which were recorded offline, and of which more was sent afterwards."""
     told = {"id": "w1", "mode": "offline", "folder": "/there/wandb/part"}
@@ -127,26 +114,6 @@ def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, f
     tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
     view = RunView(layout, RunRecord(run_id="r", status="succeeded", tracking=tracking))
     assert dict(sections(view))["tracking"] == [("wandb", shown)]
-
-
-def test_links_of_all_runs_are_in_the_json_as_well(tmp_path: Path) -> None:
-    made = tracked_run(tmp_path).as_dict()["tracking"]
-    assert made["wandb"] == {"id": "w1", "mode": "offline", "folder": "/there/wandb/part", "url": "https://w/w1"}
-    assert made["wandb/rank_10"]["url"] == "https://w/w1-10"
-    assert made["wandb/w1-rank_3"] == {"id": "w1-rank_3", "url": "https://w/w1-rank_3"}
-
-
-def test_parts_that_are_kept_elsewhere_are_looked_for_in_their_folder_and_not_all_over_the_disk(tmp_path: Path) -> None:
-    view = tracked_run(tmp_path / "run")
-    for folder, run_id in (("there", "w1"), ("there/other", "w1-1")):
-        made = tmp_path / folder / f"offline-run-20250101_000001-{run_id}"
-        made.mkdir(parents=True)
-        (made / f"run-{run_id}.wandb").touch()
-    tracking = {"wandb": {"id": "w1", "mode": "offline", "folder": str(tmp_path / "there" / "gone")}}
-    (part,) = [each.folder for each in wandb_parts(view.layout, RunRecord(run_id="r", tracking=tracking))]
-    assert part == tmp_path / "there/offline-run-20250101_000001-w1"
-    both = tracking | {"wandb/rank_1": tracking["wandb"] | {"id": "w1-1"}}
-    assert len(wandb_parts(view.layout, RunRecord(run_id="r", tracking=both))) == 1
 
 
 def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: Path) -> None:

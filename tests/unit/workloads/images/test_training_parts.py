@@ -192,20 +192,6 @@ def test_each_step_is_logged_with_its_means(ctx: Any) -> None:
     ]
 
 
-def test_steps_wait_for_a_reading_where_readings_are_slow(ctx: Any) -> None:
-    meter = Meter(ctx)
-    meter._most_waiting = 3
-    for step in (1, 2):
-        meter.add(step, 1.0, 0.1, sums(1.0, 0.0), 1)
-    assert ctx.logged == []
-    meter.add(3, 1.0, 0.1, sums(1.0, 0.0), 1)
-    assert [step for step, *_ in ctx.logged] == [1, 2, 3]
-    meter.add(4, 1.0, 0.1, sums(1.0, 0.0), 1)
-    meter.flush()
-    meter.flush()
-    assert [step for step, *_ in ctx.logged] == [1, 2, 3, 4]
-
-
 def test_step_without_images_is_not_logged(ctx: Any) -> None:
     meter = Meter(ctx)
     meter.add(1, 1.0, 0.1, sums(9.0, 0.0), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import random
@@ -214,17 +213,6 @@ pipeline.decode_pixels = lambda data, *more: (data.endswith({MARK!r}) and fatal(
 def fatal():
 """
 KILLED = "    os.kill(os.getpid(), signal.SIGKILL)\n"
-# Stops to answer in the middle of a line, and goes on decoding; once.
-HALF_DEAD = """
-    try:
-        os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
-        results = os.dup(results_fd)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), results_fd)
-        os.write(results, b"[1, 2")
-        os.close(results)
-    except FileExistsError:
-        pass
-"""
 
 
 @pytest.fixture
@@ -318,33 +306,3 @@ def test_processes_that_only_die_end_the_training(images: Path, monkeypatch: pyt
         ):
             next(fed.train(1))
         assert len(told) == 3
-
-
-def test_process_that_does_not_answer_any_more_is_ended_before_another_one_writes(
-    images: Path, hooked: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hooked(HALF_DEAD)
-    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
-    monkeypatch.setattr(decode_client, "_END_S", 0.1)
-    with feeder(images) as fed:
-        expected = seen(fed.train(1))
-    mark(images / manifest_of(images).keys[manifest_of(images).train[4]])
-    told: Told = []
-    with feeder(images, told=told, loader_workers=1) as fed:
-        (half_dead,) = pool_of(fed).pids
-        assert seen(fed.train(1)) == expected
-        assert not psutil.pid_exists(half_dead)
-    assert len(told) == 1 and f"(pid {half_dead}) did not answer any more, and was ended" in told[0]
-
-
-def test_process_that_can_not_be_replaced_ends_the_training(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    with feeder(images, loader_workers=1) as fed:
-        monkeypatch.setattr(decode_client, "_start", refuse)
-        os.kill(pool_of(fed).pids[0], signal.SIGKILL)
-        with pytest.raises(
-            DecodeProcessLost, match=r"SIGKILL.*no other one can be started \(.*Cannot allocate memory\)"
-        ):
-            [*fed.train(1), *fed.train(2)]

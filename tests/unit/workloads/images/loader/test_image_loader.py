@@ -12,7 +12,7 @@ import torch
 
 from ddptrain.storage.store import Location, StoreUnreachable
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader import batcher, image_loader
+from ddptrain.workloads.images.loader import image_loader
 from ddptrain.workloads.images.loader.bad_images import TooManyBadImages, check_bad
 from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.decode import decode_eval
@@ -98,17 +98,6 @@ def test_every_image_comes_once_with_its_label_and_pixels(drawn: Path) -> None:
             assert pixels == decode_eval((drawn / manifest.keys[index]).read_bytes(), SIZE).tobytes()
 
 
-def test_loader_prepares_the_validation_after_an_epoch_and_then_the_next_epoch_until_the_last(drawn: Path) -> None:
-    with feeder(drawn, epochs=2) as fed:
-        names = []
-        for epoch in (1, 2):
-            training = fed._training(epoch, (), 0)
-            fed._epoch = epoch
-            followers = [fed._predict_next(stream) for stream in (training, fed._validation())]
-            names.append([follower and follower.name for follower in followers])
-    assert names == [[("validate",), ("train", 2, (), 0)], [("validate",), None]]
-
-
 def test_pixels_hang_on_seed_epoch_and_image_alone(drawn: Path) -> None:
     with feeder(drawn) as fed:
         first, second = seen(fed.train(1)), seen(fed.train(2))
@@ -167,14 +156,6 @@ def test_batches_that_nobody_wants_any_more_are_dropped(drawn: Path) -> None:
         next(left)
         assert seen(fed.train(1)) == expected
         assert len(seen(fed.validate())) == 11
-
-
-def test_images_larger_than_the_bound_come_one_after_the_other(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher, "_MOST_READING_BYTES", 1)
-    monkeypatch.setattr(image_loader, "_MOST_PIXEL_BYTES", 1)
-    with feeder(drawn) as fed:
-        assert len(seen(fed.train(1))) == 31
-        assert len(fed._batcher._pixels) == 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])

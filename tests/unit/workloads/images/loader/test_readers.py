@@ -304,16 +304,3 @@ def test_no_more_inputs_are_taken_than_are_read_ahead(tmp_path: Path) -> None:
     next(images)
     assert taken == 6
     assert len([*images]) == 19
-
-
-def test_bug_while_an_image_is_read_is_raised_and_threads_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(data: bytes, size: int) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(predict, "decode_eval", fail)
-    with pytest.raises(ZeroDivisionError):
-        next(decoded([picture(tmp_path / "one.png", 10)], 8, 1))
-    for thread in threading.enumerate():
-        if thread.name == "ddptrain-predict":
-            thread.join(30)
-            assert not thread.is_alive()

@@ -13,8 +13,6 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import StartingWeights
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD
-from ddptrain.workloads.images.model.initial_weights import DownloadFailed
-from ddptrain.workloads.images.model.preflight import BadWeights
 from ddptrain.workloads.images.params import ImagesParams
 
 KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), image_size=64, url="https://w/net-1.pth")
@@ -38,12 +36,6 @@ def test_pixels_are_normalised_as_for_the_weights(weights: str | None, mean: Any
     found = described(weights=weights)
     assert (tuple(found["mean"]), tuple(found["std"])) == (tuple(mean), tuple(std))
     assert (found["image_size"], found["classes"], found["n_outputs"]) == (32, ["cat", "dog"], 2)
-
-
-def test_labels_are_the_outputs_of_the_model(tmp_path: Path) -> None:
-    (tmp_path / "labels.json").write_text('{"0": "bird", "1": "dog", "2": "cat"}')
-    found = described(weights="own.pth", label_map=str(tmp_path / "labels.json"))
-    assert (found["outputs"], found["output_names"], found["n_outputs"]) == ([2, 1], ["bird", "dog", "cat"], 3)
 
 
 class Broken(torch.nn.Module):
@@ -81,12 +73,3 @@ def test_model_of_the_registry_may_have_other_classes(
     assert initial_weights._has_other_classes(settings, config, None) is False
     monkeypatch.setattr(StartingWeights, "read", lambda inputs: None)
     assert initial_weights._has_other_classes(settings, config, tmp_path) is False
-
-
-def test_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(*_: Any, **__: Any) -> Path:
-        raise DownloadFailed("404")
-
-    monkeypatch.setattr(initial_weights, "fetch_file", fetch)
-    with pytest.raises(BadWeights, match=r"^the weights DEFAULT of resnet50 can't be fetched: 404; fetch"):
-        initial_weights.weights_file("resnet50", "DEFAULT", None, print)
