@@ -32,6 +32,7 @@ _SAVES_ONCE = """
 
     def train(ctx):
         ctx.checkpoint(model=torch.nn.Linear(1, 1), step=1)
+        torch.distributed.barrier()  # each rank saves
         if ctx.rank == 0:
             print("at work", flush=True)
         {then}
