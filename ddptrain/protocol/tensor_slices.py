@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ ITEM_BYTES = {
 }
 _FORMAT = "ddptrain.slices"  # key of the header's metadata: JSON with [whole shape, offset] by name
 _TIED = "ddptrain.tied"  # key of the header's metadata: JSON with further names of tensors (name -> the saved name)
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # whatever odd JSON causes
 _MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of the whole tensor, and the offset of a slice in it
@@ -123,42 +124,31 @@ def saved_model(folder: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:
 
 def read_shards(folder: Path, kind: str) -> tuple[dict[str, SavedTensor], dict[str, str]]:
     """Return the tensors in the shard files of one kind, and names of tied ones. Raises SlicesError, OSError."""
-    parts: dict[str, list[tuple[str, tuple[int, ...], Slice]]] = {}
+    parts: dict[str, list[SavedTensor]] = {}  # each with one slice
     tied: dict[str, str] = {}
     for file in sorted(folder.glob(f"{kind}.rank-*.safetensors")):
-        for name, dtype, shape, part in _placed(file, tied):
-            parts.setdefault(name, []).append((dtype, shape, part))
-    tensors = {name: _joined(name, slices) for name, slices in parts.items()}
+        slices, metadata = _slices(file)
+        try:
+            places, more = json.loads(metadata[_FORMAT]), json.loads(metadata[_TIED])
+            tied.update({str(name): str(kept) for name, kept in more.items()})
+            for name, (dtype, part) in slices.items():
+                shape, offset = (_sizes(numbers) for numbers in places[name])
+                ends = [first + n for first, n in zip(offset, part.size, strict=True)]
+                if any(end > whole for end, whole in zip(ends, shape, strict=True)):
+                    raise ValueError(f"the slice of {name} is not inside of the tensor")
+                parts.setdefault(name, []).append(SavedTensor(dtype, shape, (replace(part, offset=offset),)))
+        except _DAMAGED as error:
+            raise SlicesError(f"{file} is damaged: {error}") from error
+    tensors: dict[str, SavedTensor] = {}
+    for name, (first, *others) in parts.items():
+        if any((each.dtype, each.shape) != (first.dtype, first.shape) for each in others):
+            raise SlicesError(f"slices of {name} are of different types, or of tensors of different shapes")
+        of_all = tuple(part for each in (first, *others) for part in each.slices)
+        present, wanted = sum(math.prod(part.size) for part in of_all), math.prod(first.shape)
+        if present != wanted:
+            raise SlicesError(f"{present} of the {wanted} values of {name} are in the files of the ranks")
+        tensors[name] = SavedTensor(first.dtype, first.shape, of_all)
     return tensors, {name: kept for name, kept in tied.items() if kept in tensors}
-
-
-def _joined(name: str, parts: Sequence[tuple[str, tuple[int, ...], Slice]]) -> SavedTensor:
-    dtype, shape, _ = parts[0]
-    slices = tuple(part for _, _, part in parts)
-    if any((kind, whole) != (dtype, shape) for kind, whole, _ in parts):
-        raise SlicesError(f"slices of {name} are of different types, or of tensors of different shapes")
-    present = sum(math.prod(part.size) for part in slices)
-    if present != math.prod(shape):
-        raise SlicesError(f"{present} of the {math.prod(shape)} values of {name} are in the files of the ranks")
-    return SavedTensor(dtype, shape, slices)
-
-
-def _placed(file: Path, tied: dict[str, str]) -> Iterable[tuple[str, str, tuple[int, ...], Slice]]:
-    """Yield name, type, whole shape and slice of each tensor in a shard file; add its tied names to `tied`."""
-    slices, metadata = _slices(file)
-    try:
-        places, more = json.loads(metadata[_FORMAT]), json.loads(metadata[_TIED])
-        tied.update({str(name): str(kept) for name, kept in more.items()})
-        for name, (dtype, part) in slices.items():
-            shape, offset = (_sizes(numbers) for numbers in places[name])
-            inside = len(shape) == len(offset) == len(part.size) and all(
-                first + n <= whole for first, n, whole in zip(offset, part.size, shape, strict=True)
-            )
-            if not inside:
-                raise ValueError(f"the slice of {name} is not inside of the tensor")
-            yield name, dtype, shape, Slice(file, part.start, offset, part.size)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise SlicesError(f"{file} is damaged: {error}") from error
 
 
 def _slices(file: Path) -> tuple[dict[str, tuple[str, Slice]], dict[str, str]]:
@@ -173,7 +163,7 @@ def _slices(file: Path) -> tuple[dict[str, tuple[str, Slice]], dict[str, str]]:
         header = json.loads(text)
         metadata = {str(name): str(value) for name, value in header.pop("__metadata__", {}).items()}
         return {name: _entry(file, entry, 8 + length, total) for name, entry in header.items()}, metadata
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGED as error:
         raise SlicesError(f"{file} is damaged: its header is not that of a safetensors file: {error}") from error
 
 
@@ -194,7 +184,7 @@ def _indexed(index: Path) -> list[str]:
     """Return the files that an index names. Raises SlicesError for a path that is not a plain file name."""
     try:
         names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGED as error:
         raise SlicesError(f"{index} is damaged: {error}") from error
     if bad := [name for name in names if name != Path(name).name or "\\" in name or name in ("", ".", "..")]:
         raise SlicesError(f"{index} names {bad[0]!r}, which is not a plain file name")
