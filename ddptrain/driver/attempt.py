@@ -19,13 +19,14 @@ import itertools
 import math
 import signal
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
 from ddptrain.driver.failure.hang import Inquiry
-from ddptrain.driver.failure.run_end import was_sent
+from ddptrain.driver.failure.run_end import describe_fault, was_sent
 from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank
@@ -42,7 +43,7 @@ from ddptrain.results.errors import UnsafePath
 
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
 _SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
-_LAST_SIGNAL = 3  # that asks to end: it kills the ranks
+LAST_SIGNAL = 3  # that asks to end: it kills the ranks
 _log = Log(__name__)
 
 
@@ -51,6 +52,17 @@ class Moment(NamedTuple):
 
     monotonic: float
     time_ns: int
+
+
+class Phase(IntEnum):
+    """What an attempt does."""
+
+    STARTING = 1  # not all ranks have entered the workload
+    RUNNING = 2
+    SAVING = 3  # a signal or a leaving worker has asked the ranks to save and end
+    SETTLING = 4  # a rank has failed: an earlier fault may arrive
+    STOPPING = 5  # the ranks are being stopped
+    OVER = 6  # every rank has ended or is lost
 
 
 class Attempt:
@@ -78,7 +90,7 @@ class Attempt:
         self.workers, self.output, self.transfer, self.recorder = workers, output, transfer, recorder
         self.watchdog, self.start_timeout_s, self.lost_after_s = watchdog, start_timeout_s, lost_after_s
         first = self.ranks[0].spec
-        self.number, self.grace_s, self.is_script = first.attempt, first.supervision.grace_s, first.code.is_script
+        self.number, self.grace_s, self.is_script = first.attempt, first.config.failure.grace_s, first.code.is_script
         self.faults: list[Fault] = []
         self.signals = 0
         self.signum: int | None = None
@@ -104,13 +116,24 @@ class Attempt:
         self._connected_at = self._checked_at = now.monotonic
 
     @property
+    def phase(self) -> Phase:
+        """What the attempt does; it never goes back."""
+        if self.running == 0:
+            return Phase.OVER
+        if self.stop_until is not None:
+            return Phase.STOPPING
+        if self.faults:
+            return Phase.SETTLING
+        return Phase.SAVING if self.ordered else Phase.STARTING if self._outside else Phase.RUNNING
+
+    @property
     def over(self) -> bool:
         """Whether every rank has ended or is lost."""
         return self.running == 0
 
     @property
     def stopping(self) -> bool:
-        """Whether the ranks are being stopped."""
+        """Whether the ranks are being stopped, or have been."""
         return self.stop_until is not None
 
     @property
@@ -143,7 +166,7 @@ class Attempt:
         self._now, self._time_ns = now
         self._submit([rank for rank in self.ranks if rank.worker == self.ranks[0].worker])
 
-    def handle(self, message: inbox.Message, now: Moment) -> None:
+    def on_message(self, message: inbox.Message, now: Moment) -> None:
         """Handle a message. Every message is accepted at any time."""
         self._now, self._time_ns = now
         match message:
@@ -175,11 +198,11 @@ class Attempt:
                 self._on_lost_file(message)
         self._conclude_inquiry()
 
-    def tick(self, now: Moment, *, connected: bool, worker_fault: str | None, read_until: float | None) -> None:
+    def on_tick(self, now: Moment, *, connected: bool, worker_fault: str | None, read_until: float) -> None:
         """Find out what happens without a message: silence, the end of the scheduler or of our worker, deadlines.
 
         worker_fault: why a worker process that the driver itself started has ended. read_until: all messages that had
-        arrived at this time (monotonic seconds) have been read; None if that is not known.
+        arrived at this time (monotonic seconds) have been read.
         """
         self._now, self._time_ns = now
         slept_s, self._checked_at = self._now - self._checked_at, self._now
@@ -193,9 +216,8 @@ class Attempt:
         if slept_s > _SUSPENDED_S:
             for rank in self.ranks:
                 rank.activity.skip(slept_s, self._now)
-        if read_until is not None:
-            self._check_silence(read_until)
-            self._suspect(read_until)
+        self._check_silence(read_until)
+        self._suspect(read_until)
         self._check_deadlines()
         self._conclude_inquiry()
 
@@ -423,7 +445,7 @@ class Attempt:
             self.recorder.warn(f"{was_sent(signum)}, and no rank is in the workload: {name} has no effect")
 
     def _on_signal(self, signum: int, *, kills: bool = False) -> None:
-        self.signals = _LAST_SIGNAL if kills else self.signals + 1
+        self.signals = LAST_SIGNAL if kills else self.signals + 1
         if self.signals == 1 and self.stopping and not self.over:
             self.signals = 2  # the ranks cannot save any more
         self.signum = signum
@@ -433,7 +455,7 @@ class Attempt:
             self._preempt(was_sent(signum), signum)
         else:
             self.notice = None
-            kills = self.signals >= _LAST_SIGNAL
+            kills = self.signals >= LAST_SIGNAL
             self.recorder.status("killing the ranks" if kills else "stopping (again: kills the ranks)")
             self._stop(0.0 if kills else self.grace_s)
 
@@ -559,7 +581,9 @@ class Attempt:
         if self._is_due(self.spare_until):
             self.spare_until = None
             if (cause := self.cause()) is not None:
-                self.recorder.show_cause(cause)  # the end of the run, which names it, is not near
+                self.recorder.show_cause(
+                    cause, describe_fault(cause, self.ranks)
+                )  # the end of the run, which names it, is not near
             self._stop(self.grace_s)
         if self._is_due(self.stop_until):
             for rank in self.ranks:

@@ -92,13 +92,6 @@ class OutputFetched:
     read: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadMark:
-    """The loop puts it into an inbox that is never empty: all earlier messages have been read when it is read."""
-
-    put_at: float
-
-
 Message = (
     News
     | TaskFailed
@@ -109,6 +102,5 @@ Message = (
     | ArtifactRetried
     | ResultsLost
     | OutputFetched
-    | ReadMark
 )
 Inbox = queue.SimpleQueue[Message]

@@ -111,7 +111,7 @@ class Play:
     def fault(self, fault: Fault) -> None:
         self._note("fault", fault)
 
-    def show_cause(self, fault: Fault) -> None:
+    def show_cause(self, fault: Fault, text: str) -> None:
         self._note("cause", fault)
 
     def stored(self, rank: int, path: str, step: int | None) -> None:
@@ -128,7 +128,7 @@ class Play:
         return Moment(self.now, int(self.now * 1e9))
 
     def send(self, message: inbox.Message) -> None:
-        self.attempt.handle(message, self.moment())
+        self.attempt.on_message(message, self.moment())
 
     def news(self, rank: int = 0, *, store_port: int = 0, leaving: bool = False, **of_rank: Any) -> None:
         """The worker of a rank sends news."""
@@ -177,7 +177,7 @@ class Play:
         """Let time pass, in one step."""
         self.now += seconds
         known = {"connected": self.connected, "worker_fault": None, "read_until": self.now}
-        self.attempt.tick(self.moment(), **(known | more))
+        self.attempt.on_tick(self.moment(), **(known | more))
 
     def wait(self, seconds: float, *, alive: bool = True, every_s: float = 0.1) -> None:
         """Let time pass in small steps; the workers of running ranks send their heartbeats."""

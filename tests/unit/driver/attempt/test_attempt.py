@@ -601,7 +601,7 @@ def test_time_in_which_the_driver_was_suspended_counts_for_nothing() -> None:
 def test_messages_that_wait_are_read_before_a_worker_is_given_up() -> None:
     play = Play().start()
     for _ in range(65):
-        play.tick(1.0, read_until=None)
+        play.tick(1.0, read_until=0.0)
     assert play.attempt.faults == []
 
 

@@ -119,7 +119,7 @@ def attempt_of(
     output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
     limits = new_watchdog("auto", 60.0), 60.0, lost_after_s
     attempt = Attempt(ranks, workers, output, cast(Any, transfer), Recorder(writer, display), *limits, now())
-    return AttemptLoop(attempt, workers, cast(Any, transfer), inbox, lambda: None)
+    return AttemptLoop(attempt, inbox, lambda: None)
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_files_of_many_ranks_are_complete(tmp_path: Path, writer: RunWriter, dis
     attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
     end = attempt.run()
     assert end.finished
-    assert sorted(cast(StubGroup, attempt.worker_group).submitted) == list(range(_RANKS))
+    assert sorted(cast(StubGroup, attempt.workers).submitted) == list(range(_RANKS))
     rows = [(row["rank"], row["step"]) for row in json_lines(writer.layout.metrics_jsonl)]
     assert sorted(rows) == [(rank, step) for rank in range(_RANKS) for step in range(_STEPS)]
     seen = [(line["event"], line["rank"]) for line in json_lines(writer.layout.events_jsonl) if "rank" in line]
@@ -156,7 +156,7 @@ def test_many_workers_that_are_lost_together_do_not_block_the_loop(
     tmp_path: Path, writer: RunWriter, display: Display
 ) -> None:
     attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
-    group = cast(StubGroup, attempt.worker_group)
+    group = cast(StubGroup, attempt.workers)
     group.submit = lambda specs, _: None  # type: ignore[method-assign]
     nodes = range(_RANKS // _SLOTS)
     for node in nodes:
@@ -171,7 +171,7 @@ def test_many_workers_that_are_lost_together_do_not_block_the_loop(
 
 def test_silence_is_judged_while_the_inbox_is_never_empty(tmp_path: Path, writer: RunWriter, display: Display) -> None:
     attempt = attempt_of(_SLOTS + 1, writer, display, tmp_path / "scratch", lost_after_s=0.5)
-    group = cast(StubGroup, attempt.worker_group)
+    group = cast(StubGroup, attempt.workers)
     group.submit = lambda specs, _: None  # type: ignore[method-assign]
     stop = threading.Event()
 
@@ -226,7 +226,7 @@ def test_command_to_save_does_not_wait_for_bytes_of_a_host_that_is_cut_off(
     tmp_path: Path, writer: RunWriter, display: Display
 ) -> None:
     attempt = attempt_of(2, writer, display, tmp_path / "scratch", shared=False, group=FarGroup)
-    group = cast(FarGroup, attempt.worker_group)
+    group = cast(FarGroup, attempt.workers)
     attempt.run()
     assert group.told == [Command.PREEMPT] and group.in_time == [True]
     assert writer.layout.log(1).read_bytes() == b"line"  # and its exit is handled after its last bytes
