@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters import record
@@ -30,36 +27,28 @@ from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
+from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
-from ddptrain.errors import ClusterError, DdptrainError, ExitCode, Interrupted, UsageError
-from ddptrain.file_ops import hash_file
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
-from ddptrain.protocol.news import describe_status
-from ddptrain.protocol.rank_spec import FILE as WEIGHTS
-from ddptrain.results.errors import ResultsError, results_errors
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, RunUpload, open_runs_dir
-from ddptrain.results.secure_files import make_folder, write_file
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
     from ddptrain.driver.rank_specs import EvaluationPlan
-    from ddptrain.driver.ranks import RankPlace
     from ddptrain.driver.resume import Choice
-    from ddptrain.driver.transfer.starting_weights import FetchedWeights
-    from ddptrain.driver.workers import Workers
 
 
 _log = Log(__name__)
-CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
-_END_S = 5.0
 _EVALUATION = "evaluate"  # the stage of such a run in the events of JSON output
 
 
@@ -319,114 +308,3 @@ class Run:
         if not was_warned:
             self.display.notice(problem, level="warning")
         return run_end
-
-
-class RunInputs:
-    """The inputs/ folder of a run. There is none if the workload prepares nothing, or writes no file.
-
-    The process may use threads and libraries that must not be in the driver, has the run's own environment, and can be
-    killed at any time.
-    """
-
-    def __init__(self, target: str, folder: Path, weights: FetchedWeights | None = None) -> None:
-        """`weights` are put into the folder before the function is called."""
-        self._target = target
-        self._folder = folder
-        self._weights = weights
-        self._process: subprocess.Popen[str] | None = None
-        self._files: tuple[str, ...] = ()
-
-    def begin(self, params: Mapping[str, object], environ: Mapping[str, str]) -> None:
-        """Start preparing, in the background. Raises ResultsError; UsageError if the weights have changed."""
-        if self._weights is not None:
-            self._weights.put(self._folder)
-        if not self._target:
-            return
-        make_folder(self._folder)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ddptrain.driver.transfer.inputs_process"],
-            env=dict(environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must reach the driver only
-            text=True,
-            encoding="utf-8",
-        )
-        assert self._process.stdin is not None
-        request = {"target": self._target, "params": dict(params), "folder": str(self._folder)}
-        with contextlib.suppress(BrokenPipeError):  # the process has died: wait() reports it
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-
-    def wait(self, tell: Callable[[str], None]) -> None:
-        """Wait until everything is prepared; pass the lines of the workload's function to `tell`.
-
-        Raises the error of the function: UsageError, ClusterError or another DdptrainError; RuntimeError for a bug.
-        """
-        if self._process is None:
-            if not self._files and (self._folder / WEIGHTS).exists():
-                self._write_contents()
-            return
-        assert self._process.stdout is not None
-        done = False
-        for line in self._process.stdout:
-            message = json.loads(line)
-            if "tell" in message:
-                tell(str(message["tell"]))
-            elif "failed" in message:
-                raise _error(message["failed"])
-            else:
-                done = True
-        status = self._process.wait()
-        if not done:
-            raise ClusterError(f"the process that prepares the run's inputs has ended: {describe_status(status)}")
-        self.close()
-        if self._folder.exists():
-            self._write_contents()
-
-    def _write_contents(self) -> None:
-        with results_errors(self._folder):
-            files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != CONTENTS)
-            listed = {
-                path.name: {"size_bytes": path.stat().st_size, "sha256": hash_file(path)[1]}
-                for path in files
-                if not path.name.startswith(".")
-            }
-        self._files = (*listed, CONTENTS)
-        write_file(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
-
-    def place(self, worker_group: Workers, places: Sequence[RankPlace]) -> list[str]:
-        """Return the folder of the inputs on each place's worker: this one, or a copy; "" if there are no inputs.
-
-        Raises ClusterError.
-        """
-        if not self._files:
-            return [""] * len(places)
-        return worker_group.place(places, self._folder, self._files, CONTENTS, "the inputs")
-
-    def close(self) -> None:
-        """Kill the process if it still runs, and remove the folder if it is empty."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None and process.stdout is not None
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        process.stdout.close()
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
-
-
-def _error(failed: Mapping[str, object]) -> Exception:
-    """Return the error of the process, as an exception of the same kind."""
-    message, exit_code = str(failed["message"]), int(str(failed["exit_code"]))
-    if exit_code == ExitCode.INTERNAL:
-        return RuntimeError(message)
-    kinds: dict[int, type[DdptrainError]] = {ExitCode.USAGE: UsageError, ExitCode.CLUSTER: ClusterError}
-    error = kinds.get(exit_code, DdptrainError)(message)
-    error.exit_code = exit_code
-    return error

@@ -17,7 +17,7 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.ranks import RankPlace
-from ddptrain.driver.run import CONTENTS, RunInputs
+from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.worker import driver_calls
@@ -142,7 +142,7 @@ def test_the_process_ends_with_a_driver_that_is_killed(tmp_path: Path, begun: Ca
     begun("").close()
     code = f"""
 from pathlib import Path
-from ddptrain.driver.run import RunInputs
+from ddptrain.driver.transfer.inputs import RunInputs
 inputs = RunInputs("prepares:sleeps", Path({str(tmp_path / "inputs")!r}))
 inputs.begin({{}}, {{**__import__("os").environ, "PYTHONPATH": {str(tmp_path)!r}}})
 inputs.wait(lambda pid: print(pid, flush=True))

@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.driver.run import CONTENTS, RunInputs
+from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
