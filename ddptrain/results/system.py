@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ddptrain.file_ops import open_regular
 from ddptrain.protocol.news import HOST_METRICS, RANK_METRICS, SystemSample, throttle_reasons
-from ddptrain.results.errors import results_errors
-from ddptrain.results.metrics import AllSeries, MetricLine, finite_number, json_object, series_of
+from ddptrain.results.metrics import AllSeries, LineReader, MetricLine, finite_number, json_object, series_of
 from ddptrain.results.secure_files import JsonLines
 
 PREFIX = "system/"
@@ -70,15 +67,7 @@ def read_system(path: Path) -> list[SystemLine]:
 
     Incomplete and damaged lines, and unknown names, are left out. Raises ResultsError if the file can't be read.
     """
-    with results_errors(path, "read"):
-        try:
-            descriptor = open_regular(path)
-        except FileNotFoundError:
-            return []
-        with os.fdopen(descriptor, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _READ_BYTES))
-            data = file.read(_READ_BYTES)
-    return [line for raw in data.split(b"\n") if (line := parse_line(raw)) is not None]
+    return [line for raw in LineReader(path, _READ_BYTES).lines() if (line := parse_line(raw)) is not None]
 
 
 def parse_line(raw: bytes) -> SystemLine | None:
