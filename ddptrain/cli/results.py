@@ -61,6 +61,7 @@ def results(ctx: typer.Context, json: JsonOption = False) -> None:
 def show(run: Run, json: JsonOption = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files; of a sweep, its trials."""
     from ddptrain.errors import RunNotFound
+    from ddptrain.results.run_record import SWEEP
     from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.time_use import time_use_of
@@ -70,6 +71,8 @@ def show(run: Run, json: JsonOption = False) -> None:
     except RunNotFound:
         if not show_sweep(PLACES.runs, run, as_json=json):
             raise
+        return
+    if view.record.kind == SWEEP and show_sweep(PLACES.runs, run, as_json=json):  # one in a store
         return
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]

@@ -49,8 +49,8 @@ class Series:
 AllSeries = dict[tuple[str, int], Series]  # by the name of the metric, and the rank
 
 
-class MetricsReader:
-    """Reads the lines that were appended since the last call."""
+class LineReader:
+    """Reads the lines that were appended to a file since the last call."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """`last_bytes`: if the file is larger, only its end is read."""
@@ -58,7 +58,7 @@ class MetricsReader:
         self._offset = 0
         self._last_bytes = last_bytes
 
-    def read(self) -> list[MetricLine]:
+    def lines(self) -> list[bytes]:
         """Return the new complete lines; none if there is no file. An incomplete last line is read later.
 
         Raises ResultsError if the file can't be read.
@@ -76,9 +76,17 @@ class MetricsReader:
                     self._offset = max(0, size - self._last_bytes)  # may cut a line in two: that line is skipped
                 file.seek(self._offset)
                 data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [line for raw in whole.split(b"\n") if (line := _parse(raw)) is not None]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.split(b"\n")
+
+
+class MetricsReader(LineReader):
+    """Reads metrics.jsonl."""
+
+    def read(self) -> list[MetricLine]:
+        """Return the new complete lines; see lines()."""
+        return [line for raw in self.lines() if (line := _parse(raw)) is not None]
 
 
 def _parse(raw: bytes) -> MetricLine | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from ddptrain.file_ops import open_regular
 from ddptrain.protocol.news import HOST_METRICS, RANK_METRICS, SystemSample, throttle_reasons
-from ddptrain.results.errors import results_errors
-from ddptrain.results.metrics import AllSeries, MetricLine, finite_number, json_object, series_of
+from ddptrain.results.metrics import AllSeries, LineReader, MetricLine, finite_number, json_object, series_of
 from ddptrain.results.secure_files import JsonLines
 
 PREFIX = "system/"
@@ -70,15 +67,7 @@ def read_system(path: Path) -> list[SystemLine]:
 
     Incomplete and damaged lines, and unknown names, are left out. Raises ResultsError if the file can't be read.
     """
-    with results_errors(path, "read"):
-        try:
-            descriptor = open_regular(path)
-        except FileNotFoundError:
-            return []
-        with os.fdopen(descriptor, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _READ_BYTES))
-            data = file.read(_READ_BYTES)
-    return [line for raw in data.split(b"\n") if (line := parse_line(raw)) is not None]
+    return [line for raw in LineReader(path, _READ_BYTES).lines() if (line := parse_line(raw)) is not None]
 
 
 def parse_line(raw: bytes) -> SystemLine | None:
@@ -112,31 +101,6 @@ def system_series(lines: list[SystemLine]) -> AllSeries:
 
 
 _MOST_RANKS = 64
-_GB, _MB = 1e9, 1e6
-
-
-class _Metrics:
-    """The values of one host or rank."""
-
-    def __init__(self, lines: Iterable[SystemLine]) -> None:
-        self._lines = [line.values for line in lines]
-
-    def of(self, name: str) -> list[float]:
-        """Return all values of a metric."""
-        return [values[name] for values in self._lines if name in values]
-
-    def mean(self, name: str, unit: str, scale: float = 1.0) -> list[str]:
-        """Return the mean as text; nothing if it was not measured."""
-        return [f"{_text(fmean(values) / scale)} {unit}"] if (values := self.of(name)) else []
-
-    def most(self, name: str, unit: str, scale: float = 1.0) -> list[str]:
-        """Return the largest value as text, with the total if there is one."""
-        if not (values := self.of(f"{name}_bytes" if scale == _GB else name)):
-            return []
-        total = self.of(f"{name}_total_bytes")
-        return [
-            f"up to {_text(max(values) / scale)}" + (f" of {_text(total[-1] / scale)}" if total else "") + f" {unit}"
-        ]
 
 
 def _text(value: float) -> str:
@@ -146,35 +110,47 @@ def _text(value: float) -> str:
 
 def use_lines(lines: Sequence[SystemLine]) -> list[tuple[str, str]]:
     """One line for each host and each rank (64 at most): means of rates, and the largest memory and temperature."""
-    hosts = sorted({line.host for line in lines})
-    ranks = sorted({line.rank for line in lines if line.rank is not None})
-    found = [
-        (host, ", ".join(_host(_Metrics(line for line in lines if line.rank is None and line.host == host))))
-        for host in hosts
-    ]
-    by_rank: dict[int, list[SystemLine]] = {rank: [] for rank in ranks[:_MOST_RANKS]}
+    by_host: dict[str, list[Mapping[str, float]]] = {}
+    by_rank: dict[int, list[Mapping[str, float]]] = {}
     for line in lines:
-        if line.rank in by_rank:
-            by_rank[line.rank].append(line)
-    found += [(f"rank {rank}", ", ".join(_rank(_Metrics(own)))) for rank, own in by_rank.items()]
+        if line.rank is None:
+            by_host.setdefault(line.host, []).append(line.values)
+        else:
+            by_rank.setdefault(line.rank, []).append(line.values)
+    found = [(host, ", ".join(_facts(own, _OF_HOST))) for host, own in sorted(by_host.items())]
+    for rank, own in sorted(by_rank.items())[:_MOST_RANKS]:
+        reasons = {text for values in own for text in throttle_reasons(values.get("gpu_throttle", 0.0))}
+        reduced = [f"clock was reduced: {', '.join(sorted(reasons))}"] if reasons else []
+        found.append((f"rank {rank}", ", ".join([*_facts(own, _OF_RANK), *reduced])))
     return found
 
 
-def _host(use: _Metrics) -> list[str]:
-    facts = [f"CPU {text}" for text in use.mean("cpu_percent", "%")]
-    facts += [f"memory {text}" for text in use.most("memory", "GB", _GB)]
-    facts += [f"disk {text}" for text in use.mean("disk_bytes_s", "MB/s", _MB)]
-    return facts + [f"network {text}" for text in use.mean("network_bytes_s", "MB/s", _MB)]
+# Text around the value, metric, unit, its scale, and whether the largest value counts instead of the mean.
+_OF_HOST = (
+    ("CPU {}", "cpu_percent", "%", 1.0, False),
+    ("memory {}", "memory_bytes", "GB", 1e9, True),
+    ("disk {}", "disk_bytes_s", "MB/s", 1e6, False),
+    ("network {}", "network_bytes_s", "MB/s", 1e6, False),
+)
+_OF_RANK = (
+    ("CPU {} of a core", "cpu_percent", "%", 1.0, False),
+    ("resident memory {}", "rss_bytes", "GB", 1e9, True),
+    ("GPU {}", "gpu_percent", "%", 1.0, False),
+    ("GPU memory {}", "gpu_memory_bytes", "GB", 1e9, True),
+    ("{}", "gpu_power_w", "W", 1.0, False),
+    ("{}", "gpu_temperature_c", "°C", 1.0, True),
+)
 
 
-def _rank(use: _Metrics) -> list[str]:
-    facts = [f"CPU {text} of a core" for text in use.mean("cpu_percent", "%")]
-    facts += [f"resident memory {text}" for text in use.most("rss", "GB", _GB)]
-    facts += [f"GPU {text}" for text in use.mean("gpu_percent", "%")]
-    facts += [f"GPU memory {text}" for text in use.most("gpu_memory", "GB", _GB)]
-    facts += use.mean("gpu_power_w", "W") + use.most("gpu_temperature_c", "°C")
-    reasons = {text for bits in use.of("gpu_throttle") for text in throttle_reasons(bits)}
-    return facts + ([f"clock was reduced: {', '.join(sorted(reasons))}"] if reasons else [])
+def _facts(lines: Sequence[Mapping[str, float]], metrics: Sequence[tuple[str, str, str, float, bool]]) -> Iterator[str]:
+    for text, name, unit, scale, is_largest in metrics:
+        values = [values[name] for values in lines if name in values]
+        if values and is_largest:
+            totals = [values[of] for values in lines if (of := name.replace("_bytes", "_total_bytes")) in values]
+            total = f" of {_text(totals[-1] / scale)}" if totals and scale == 1e9 else ""
+            yield text.format(f"up to {_text(max(values) / scale)}{total} {unit}")
+        elif values:
+            yield text.format(f"{_text(fmean(values) / scale)} {unit}")
 
 
 class SystemSummary:

@@ -9,7 +9,7 @@ from typing import Any
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import is_time, read_events
-from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
+from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.text_tables import duration
 
 _KINDS = ("run_started", "entered", "finished", "checkpoint_staged", "timed", "run_finished")
@@ -84,30 +84,6 @@ _ACTIVITIES = {
 _TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training", *reversed(_ACTIVITIES.values()))
 
 
-@dataclass(slots=True)
-class _AttemptEvents:
-    """The events of one attempt; times in seconds since 1970."""
-
-    stamps: list[tuple[str, int, float]] = field(default_factory=list)  # kind, step, time of the driver; in their order
-    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end by the rank's clock, seconds
-
-    def times(self, kind: str) -> list[float]:
-        return [time_s for name, _, time_s in self.stamps if name == kind]
-
-    @property
-    def staged(self) -> dict[int, float]:
-        """By step."""
-        return {step: time_s for name, step, time_s in self.stamps if name == "checkpoint_staged"}
-
-    def add_record(self, attempt: AttemptRecord) -> None:
-        """Add when the attempt began and ended."""
-        if (ended := _seconds(attempt.ended_at)) is not None:
-            at = len(self.stamps) - len(self.times("run_finished"))  # these are the last
-            self.stamps.insert(at, ("ended", 0, ended))
-        if (began := _seconds(attempt.started_at)) is not None:
-            self.stamps.insert(0, ("began", 0, began))
-
-
 def time_use_of(view: RunView) -> TimeUse | None:
     """Return where the time of a run went; None if its duration is not known."""
     if (duration_s := view.duration_s) is None:
@@ -125,16 +101,63 @@ def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s:
 
     Events may be missing: the rest is `other`.
     """
-    spans = _Spans(record, duration_s)
-    by_attempt = _by_attempt(events)
-    all_events = [by_attempt.get(attempt.attempt, _AttemptEvents()) for attempt in record.attempts]
-    for attempt, own in zip(record.attempts, all_events, strict=True):
-        own.add_record(attempt)
-    for number, own in enumerate(all_events):
-        spans.add(number, record.attempts[number], own)
     if not record.attempts:
         return TimeUse(queue=duration_s)
-    return _fitted(TimeUse(**spans.seconds), duration_s)
+    parts = dict.fromkeys(TimeUse.__dataclass_fields__, 0.0)
+
+    def add(name: str, seconds: float) -> None:
+        parts[name] += max(0.0, seconds)
+
+    by_attempt = _by_attempt(events)
+    started, resumed = _seconds(record.started_at), _seconds(record.resumed_at)
+    part_began = started if resumed is None else resumed
+    now = (part_began or 0.0) + duration_s - record.earlier_s  # the end of the run, or the time now
+    before: tuple[float, bool] | None = None  # when the attempt before ended, and whether the run did, too
+    for attempt, following in zip(record.attempts, (*record.attempts[1:], None), strict=True):
+        if (began := _seconds(attempt.started_at)) is None:
+            continue
+        ended = now if (end := _seconds(attempt.ended_at)) is None else end
+        own = by_attempt.get(attempt.attempt, _AttemptEvents())
+        is_restart = False
+        if before is None:
+            add("queue", began - (began if started is None else started))
+        elif resumed is not None and before[0] <= resumed <= began:
+            add("queue", began - resumed)
+        elif not before[1]:  # otherwise an earlier driver resumed the run; when it began is not known
+            is_restart = True
+            add("restarts", began - before[0])
+        trains_from = ended
+        if 0 < attempt.world_size <= len(own.entered):
+            trains_from = min(max(own.entered), ended)
+        add("restarts" if is_restart else "start", trains_from - began)
+        if following is not None and attempt.outcome not in _KEPT:
+            saved = own.staged.get(following.resumed_from)
+            kept_until = trains_from if saved is None else min(max(saved, trains_from), ended)
+            trained_until = ended
+            add("lost", trained_until - kept_until)
+        else:
+            trained_until = kept_until = min(max([trains_from, *(own.finished or [ended])]), ended)
+        left_s = kept_until - trains_from
+        for activity, name in _ACTIVITIES.items():
+            inside_s = min(_inside(own.timed, activity, trains_from, kept_until), left_s)
+            left_s -= inside_s
+            add(name, inside_s)
+        add("training", left_s)
+        run_ended = [now] if following is None and record.ended_at is not None else own.run_finished[-1:]
+        add("end", max([ended, *run_ended]) - trained_until)
+        before = ended, bool(own.run_finished)
+    return _fitted(TimeUse(**parts), duration_s)
+
+
+@dataclass(slots=True)
+class _AttemptEvents:
+    """When events of an attempt happened, in seconds since 1970 by the clock of the driver."""
+
+    entered: list[float] = field(default_factory=list)
+    finished: list[float] = field(default_factory=list)
+    run_finished: list[float] = field(default_factory=list)
+    staged: dict[int | None, float] = field(default_factory=dict)  # by the step of the checkpoint
+    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end by the rank's clock, seconds
 
 
 def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents]:
@@ -146,85 +169,12 @@ def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents
             case {"event": "run_started", "attempt": int(number)}:
                 now = attempts[number] = _AttemptEvents()
             case {"event": "entered" | "finished" | "run_finished" as kind}:
-                now.stamps.append((kind, 0, time_s))
+                getattr(now, kind).append(time_s)
             case {"event": "checkpoint_staged", "step": int(step)}:
-                now.stamps.append(("checkpoint_staged", step, time_s))
+                now.staged[step] = time_s
             case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds}:
                 now.timed.append((activity, time_s, float(seconds)))
     return attempts
-
-
-class _Spans:
-    """Adds up the seconds of each part, attempt by attempt."""
-
-    def __init__(self, record: RunRecord, duration_s: float) -> None:
-        self._record = record
-        self._started = _seconds(record.started_at)
-        self._resumed = _seconds(record.resumed_at)
-        part_began = self._started if self._resumed is None else self._resumed
-        self._now = (part_began or 0.0) + duration_s - record.earlier_s  # the end of the run, or the time now
-        self._before: tuple[float, bool] | None = None  # when the attempt before ended, and whether the run did, too
-        self.seconds: dict[str, float] = dict.fromkeys(TimeUse.__dataclass_fields__, 0.0)
-
-    def add(self, number: int, attempt: AttemptRecord, events: _AttemptEvents) -> None:
-        if not (starts := events.times("began")):
-            return
-        began, ended = starts[0], max(events.times("ended"), default=self._now)
-        run_ended = events.times("run_finished")
-        is_last = number + 1 == len(self._record.attempts)
-        is_restart = self._add_wait(began)
-        entered = events.times("entered")
-        all_entered = 0 < attempt.world_size <= len(entered)
-        trains_from = min(max(entered), ended) if all_entered else ended
-        self._add("restarts" if is_restart else "start", trains_from - began)
-        following = None if is_last else self._record.attempts[number + 1]
-        trained_until = self._add_training(attempt, events, trains_from, ended, following)
-        over = [self._now] if is_last and self._record.ended_at is not None else run_ended[-1:]
-        self._add("end", max([ended, *over]) - trained_until)
-        self._before = ended, bool(run_ended)
-
-    def _add_wait(self, began: float) -> bool:
-        """Add the time before an attempt; return whether it restarts the ranks after a failure."""
-        if self._before is None:
-            self._add("queue", began - (began if self._started is None else self._started))
-            return False
-        before, run_ended = self._before
-        if self._resumed is not None and before <= self._resumed <= began:
-            self._add("queue", began - self._resumed)
-            return False
-        if run_ended:  # an earlier driver resumed the run; when it began is not known
-            return False
-        self._add("restarts", began - before)
-        return True
-
-    def _add_training(
-        self,
-        attempt: AttemptRecord,
-        events: _AttemptEvents,
-        trains_from: float,
-        ended: float,
-        following: AttemptRecord | None,
-    ) -> float:
-        """Add what an attempt did until its ranks had finished; return when that was."""
-        if following is not None and attempt.outcome not in _KEPT:
-            saved = None if following.resumed_from is None else events.staged.get(following.resumed_from)
-            kept_until = trains_from if saved is None else min(max(saved, trains_from), ended)
-            until = ended
-            self._add("lost", until - kept_until)
-        else:
-            until = kept_until = max(events.times("finished"), default=ended)
-        until, kept_until = min(max(until, trains_from), ended), min(max(kept_until, trains_from), ended)
-        aside = 0.0
-        for activity, name in _ACTIVITIES.items():
-            inside = _inside(events.timed, activity, trains_from, kept_until)
-            inside = min(inside, kept_until - trains_from - aside)
-            aside += inside
-            self._add(name, inside)
-        self._add("training", kept_until - trains_from - aside)
-        return until
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] += max(0.0, seconds)
 
 
 def _inside(timed: Sequence[tuple[str, float, float]], activity: str, begin: float, end: float) -> float:

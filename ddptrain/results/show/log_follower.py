@@ -109,15 +109,18 @@ def follow_logs(
 
     Raises RunNotFound if the run has ended and has no log of that rank.
     """
-    still_running = is_running or _StatusWatch(view.layout)
-    prefixed = _is_prefixed(view, rank)
+    layout = view.layout
+    still_running = is_running or _status_of(layout)
+    several = max(view.record.world_size, len(layout.logs())) > 1
+    prefixed = rank is None and (several or view.record.world_size == 0)  # 0: not known before the ranks start
     cursors: dict[int, LogCursor] = {}
     running = True
     while running:
         running = still_running()  # before the last read: all that was printed before the end is then read
-        for number, path in _chosen(view.layout, rank).items():
-            # `lines` applies to logs that exist at the start; all lines of a later one are new.
-            cursors.setdefault(number, LogCursor(path, lines))
+        for number, path in layout.logs().items():
+            if rank in (None, number):
+                # `lines` applies to logs that exist at the start; all lines of a later one are new.
+                cursors.setdefault(number, LogCursor(path, lines))
         lines = None
         for number, cursor in cursors.items():
             prefix = f"[rank {number}] " if prefixed else ""
@@ -127,35 +130,20 @@ def follow_logs(
         if running:
             wait(_POLL_S)
     if rank is not None and not cursors:
-        raise RunNotFound(_no_log(view, rank))
+        numbers = ", ".join(map(str, layout.logs()))
+        has = f"it has logs of ranks {numbers}" if numbers else "it has no logs"
+        raise RunNotFound(f"run {view.run_id} has no log of rank {rank}; {has}")
 
 
-class _StatusWatch:
-    """Says whether the run is running, without reading run.json at every poll."""
+def _status_of(layout: RunLayout) -> Callable[[], bool]:
+    """Return a function that says whether the run is running, without reading run.json at every poll."""
+    asked_at, running = float("-inf"), True
 
-    def __init__(self, layout: RunLayout) -> None:
-        self._layout = layout
-        self._asked_at = float("-inf")
-        self._running = True
+    def is_running() -> bool:
+        nonlocal asked_at, running
+        if time.monotonic() - asked_at >= _STATUS_EVERY_S:
+            running = load_run(layout.root).is_running
+            asked_at = time.monotonic()
+        return running
 
-    def __call__(self) -> bool:
-        if time.monotonic() - self._asked_at >= _STATUS_EVERY_S:
-            self._running = load_run(self._layout.root).is_running
-            self._asked_at = time.monotonic()
-        return self._running
-
-
-def _chosen(layout: RunLayout, rank: int | None) -> dict[int, Path]:
-    return {number: path for number, path in layout.logs().items() if rank in (None, number)}
-
-
-def _is_prefixed(view: RunView, rank: int | None) -> bool:
-    several = max(view.record.world_size, len(view.layout.logs())) > 1
-    return rank is None and (several or view.record.world_size == 0)  # 0: not known before the ranks start
-
-
-def _no_log(view: RunView, rank: int) -> str:
-    numbers = ", ".join(str(number) for number in view.layout.logs())
-    return f"run {view.run_id} has no log of rank {rank}; " + (
-        f"it has logs of ranks {numbers}" if numbers else "it has no logs"
-    )
+    return is_running

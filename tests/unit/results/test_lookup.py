@@ -187,17 +187,6 @@ def test_a_run_without_checkpoints_says_so(writer: RunWriter) -> None:
         find_checkpoint(writer.layout)
 
 
-def test_a_trial_of_a_sweep_is_found_by_its_run_id(tmp_path: Path) -> None:
-    first, repeat = put(tmp_path / "pets-1", "pets-1-0007"), put(tmp_path / "pets-1", "pets-1-0007-s2")
-    assert find_run(tmp_path, "pets-1-0007") == first
-    assert find_run(tmp_path, "pets-1-0007-s2") == repeat
-    assert find_run(tmp_path, "pets-1/7") == find_run(tmp_path, "pets-1/0007") == first
-    with pytest.raises(RunNotFound):
-        find_run(tmp_path, "pets-1-0008")
-    with pytest.raises(RunNotFound, match='no run "pets-1/8"'):
-        find_run(tmp_path, "pets-1/8")
-
-
 def test_folders_that_a_prune_deletes_are_no_runs(tmp_path: Path) -> None:
     put(tmp_path, ".pruned-a-1")
     assert list_runs(tmp_path) == []
@@ -265,10 +254,3 @@ VIEWS = (
 def test_runs_of_others_and_without_a_checkpoint_are_skipped() -> None:
     assert newest_trained(VIEWS, "petnames").run_id == "b"
     assert newest_trained(VIEWS, "images").run_id == "c"
-
-
-def test_what_is_missing_is_named() -> None:
-    with pytest.raises(RunNotFound, match=r"^no run of petnames in runs has a checkpoint yet"):
-        newest_trained(VIEWS[:2], "petnames")
-    with pytest.raises(RunNotFound, match=r"^there is no run of images in runs: train one first"):
-        newest_trained(VIEWS[:1], "images")

@@ -117,24 +117,6 @@ def test_host_names_and_clocks_of_hosts_do_not_matter(store: RemoteFolder, monke
         StoreLock(store).take()
 
 
-def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
-    store: RemoteFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_claim(store, machine="another boot pid:[1]", time_s=time.time() + 3600.0)
-    monkeypatch.setattr(remote_lock, "STALE_S", 4.0)
-    heir = StoreLock(store)
-    with pytest.raises(RunLocked):
-        heir.take()
-    deadline = time.monotonic() + PATIENCE_S
-    while there(store).token != heir.claim.token:
-        assert time.monotonic() < deadline
-        try:
-            heir.take()
-        except RunLocked:
-            time.sleep(0.1)
-    assert time.monotonic() > deadline - PATIENCE_S + 1.0, "it was not taken at once"
-
-
 def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_more(
     store: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,23 @@ def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest
     assert list(lines) == ["end"]
 
 
+def test_log_in_parts_is_one_file_and_other_files_with_a_number_are_their_own(runs: StoreRuns) -> None:
+    run = put_run(runs, "a-1")
+    for number, text in enumerate((b"three\n", b"four\n"), 1):
+        run.write(f"logs/rank-0.log.{number:05d}", text)
+    run.write("artifacts/data.json.00001", b"1")
+    view = runs.find("a-1", NeededFiles.LOGS)
+    assert view.layout.log(0).read_text() == "one\ntwo\nthree\nfour\n"
+    assert view.layout.artifacts()["data.json.00001"] == 1 and [*view.layout.logs()] == [0]
+    run.write("logs/rank-0.log.00002", b"four\nfive\n")  # the last part has grown
+    run.write("logs/rank-0.log", b"what is there is not read again\n"[:8])
+    assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "one\ntwo\nthree\nfour\nfive\n"
+    run.write("logs/rank-0.log", b"a new log\n")
+    for number in (1, 2):
+        run.remove(f"logs/rank-0.log.{number:05d}")
+    assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "a new log\n"
+
+
 def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
     put_run(runs, "a-1")
     with (
