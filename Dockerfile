@@ -16,7 +16,7 @@ FROM python:${PYTHON}-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends git tini \
     && rm -rf /var/lib/apt/lists/*
-# EXTRAS, as [s3,tensorboard]; torch comes with its CUDA libraries.
+# EXTRAS, as [sweep,notify,s3]; torch comes with its CUDA libraries.
 ARG EXTRAS=""
 COPY --from=build /dist /dist
 RUN pip install --no-cache-dir "$(echo /dist/*.whl)${EXTRAS}" \
