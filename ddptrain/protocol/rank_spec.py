@@ -195,9 +195,9 @@ class RankSpec:
 
     `config` has the sections of the configuration, as `spec.config.failure.nan`: plain values, without the methods and
     properties of config/run_config.py, whose import would delay a rank that starts cold by some tenths of a second.
-    `env` and `params` are not among them, because `env` and `code` have those of this rank. `resume_from` is the folder of the checkpoint to load,
-    that of step `resume_step`; "" to start from scratch. `env` are the environment variables of the run; the worker
-    adds the rest. `env` and `tracking` may contain secrets, so repr omits them.
+    `env` and `params` are not among them, because `env` and `code` have those of this rank. `resume_from` is the folder
+    of the checkpoint to load, that of step `resume_step`; "" to start from scratch. `env` are the environment variables
+    of the run; the worker adds the rest. `env` and `tracking` may contain secrets, so repr omits them.
     """
 
     run_id: str
