@@ -381,13 +381,14 @@ def decode(line: bytes) -> Event:
     if len(line) > MAX_LINE_BYTES:
         raise EventFormatError(f"line of {len(line)} bytes, over {MAX_LINE_BYTES}")
     try:
-        return _adapter(_BEGINNING.match(line)[1]).validate_json(line)  # type: ignore[index]
+        return adapter(_BEGINNING.match(line)[1]).validate_json(line)  # type: ignore[index]
     except (ValueError, KeyError, TypeError) as error:
         raise EventFormatError(f"not an event: {line[:200]!r} ({error})") from error
 
 
 @functools.cache
-def _adapter(kind: bytes) -> TypeAdapter[Event]:
+def adapter(kind: bytes) -> TypeAdapter[Event]:
+    """Return the decoder of a kind of events; its first call builds it, which takes a millisecond."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(KINDS[kind.decode()])
