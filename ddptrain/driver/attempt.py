@@ -26,7 +26,7 @@ from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
 from ddptrain.driver.failure.hang import Inquiry
-from ddptrain.driver.failure.run_end import was_sent
+from ddptrain.driver.failure.run_end import describe_fault, was_sent
 from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank
@@ -581,7 +581,9 @@ class Attempt:
         if self._is_due(self.spare_until):
             self.spare_until = None
             if (cause := self.cause()) is not None:
-                self.recorder.show_cause(cause)  # the end of the run, which names it, is not near
+                self.recorder.show_cause(
+                    cause, describe_fault(cause, self.ranks)
+                )  # the end of the run, which names it, is not near
             self._stop(self.grace_s)
         if self._is_due(self.stop_until):
             for rank in self.ranks:

@@ -16,7 +16,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver import inbox
 from ddptrain.driver.attempt import LAST_SIGNAL, Attempt, Moment
 from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind
-from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
+from ddptrain.driver.failure.run_end import RunEnd, describe_fault, judge_attempt
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
@@ -88,10 +88,13 @@ class Attempts:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
                     if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.line:
-                        self.recorder.show_cause(end.fault)  # the run ends for another reason, such as a signal
+                        # The run ends for another reason, such as a signal.
+                        self.recorder.show_cause(end.fault, describe_fault(end.fault, end.ranks))
                     return run_end
                 case Restart() as again:
-                    self.recorder.attempt_over(end.fault)
+                    if end.fault is not None:
+                        self.recorder.show_cause(end.fault, describe_fault(end.fault, end.ranks))
+                    self.recorder.attempt_over()
                     self._prepare_another(again, leaving=end.leaving)
 
     def _warn_of_rejected(self) -> None:
@@ -116,7 +119,8 @@ class Attempts:
             start = f"with the checkpoint of {self.checkpoint.description}"
         elif self.config.script is not None:  # the driver does not see state that a script has saved itself
             start = "the script starts again"
-        self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
+        pause = f" in {again.pause_s:g} s" if again.pause_s else ""
+        self.recorder.warn(f"starting the ranks again{pause}, {start} ({again.count})")
         self.signals.pause(again.pause_s)
         self.of.cluster.replace_workers(leaving=leaving)
 

@@ -78,11 +78,6 @@ class Fault:
         text = one_line(self.message) if self.type in ("", "SystemExit") else _one_line(self.type, self.message)
         return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
-    @property
-    def verb(self) -> str:
-        """What the rank did: "hung" or "failed"."""
-        return "hung" if self.kind is FaultKind.HANG else "failed"
-
     def record(self, host: str, log: str) -> FailureRecord:
         """Return the fault as run.json contains it; `log` is the path of the rank's log."""
         return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)

@@ -111,7 +111,7 @@ class Play:
     def fault(self, fault: Fault) -> None:
         self._note("fault", fault)
 
-    def show_cause(self, fault: Fault) -> None:
+    def show_cause(self, fault: Fault, text: str) -> None:
         self._note("cause", fault)
 
     def stored(self, rank: int, path: str, step: int | None) -> None:
