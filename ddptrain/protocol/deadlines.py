@@ -8,7 +8,8 @@
           │         The worker waits SERVER_END_S for it.
           rank      saves at the agreed step and ends, with its trackers, within the grace period.
 
-`grace_s` is failure.grace_s of the configuration.
+`grace_s` is failure.grace_s of the configuration. A worker that sends no news for failure.lost_after_s is lost, with
+its ranks; it sends some at least every alive_s().
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Event:
 
     recorded: events.jsonl and --output json get the event with all its fields, under its kind; the recorder has a
     method of its own for the others. is_progress: it proves that the rank does not hang. is_number: of several in a row
-    only the newest matters for decisions, and they may reach the driver later.
+    only the newest matters for decisions.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, object]] = _STRICT
@@ -381,19 +381,14 @@ def decode(line: bytes) -> Event:
     if len(line) > MAX_LINE_BYTES:
         raise EventFormatError(f"line of {len(line)} bytes, over {MAX_LINE_BYTES}")
     try:
-        return _adapter(_BEGINNING.match(line)[1]).validate_json(line)  # type: ignore[index]
+        return adapter(_BEGINNING.match(line)[1]).validate_json(line)  # type: ignore[index]
     except (ValueError, KeyError, TypeError) as error:
         raise EventFormatError(f"not an event: {line[:200]!r} ({error})") from error
 
 
-def are_numbers(lines: bytes) -> bool:
-    """Return whether all lines are events that may reach the driver later."""
-    found = [_BEGINNING.match(line) for line in lines.splitlines()]
-    return all(match is not None and KINDS.get(match[1].decode(), Event).is_number for match in found)
-
-
 @functools.cache
-def _adapter(kind: bytes) -> TypeAdapter[Event]:
+def adapter(kind: bytes) -> TypeAdapter[Event]:
+    """Return the decoder of a kind of events; its first call builds it, which takes a millisecond."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(KINDS[kind.decode()])

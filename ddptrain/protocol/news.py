@@ -182,7 +182,7 @@ def decode(message: object) -> News:
 
     try:
         news = message["news"]  # type: ignore[index]
-        return _adapter().validate_python({**news, "worker": message["worker"]})  # type: ignore[index]
+        return adapter().validate_python({**news, "worker": message["worker"]})  # type: ignore[index]
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise NewsError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -191,7 +191,8 @@ def decode(message: object) -> News:
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[News]:
+def adapter() -> TypeAdapter[News]:
+    """Return the decoder; its first call builds it, which takes some milliseconds."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(News)

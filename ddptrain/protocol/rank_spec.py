@@ -242,7 +242,7 @@ class RankSpec:
         try:
             raw = json.loads(text)
             spec: Self = _decoded(cls, {**raw, "config": sections(raw["config"])})
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise ClusterError(
                 f"ddptrain {__version__} in {sys.prefix} can't read the spec of a rank ({error}): driver and workers "
                 "are of different versions; start the cluster again with the driver's"

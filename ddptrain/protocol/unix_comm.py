@@ -29,7 +29,7 @@ from distributed.comm.core import BaseListener, Comm, CommClosedError, Connector
 from distributed.comm.registry import Backend, backends
 from distributed.comm.tcp import MAX_BUFFER_SIZE, TCP
 from tornado.iostream import IOStream
-from tornado.netutil import add_accept_handler
+from tornado.netutil import add_accept_handler, bind_unix_socket
 
 from ddptrain.file_ops import why_not_private
 
@@ -149,17 +149,8 @@ class UnixListener(BaseListener):
         """Listen. Raises OSError if the folder is missing, or other users have access to it."""
         if problem := why_not_private(self.path.parent, self.path.parent.lstat()):
             raise PermissionError(problem)
-        self.path.unlink(missing_ok=True)
-        listening = socket.socket(socket.AF_UNIX)
-        try:
-            listening.setblocking(False)
-            listening.bind(str(self.path))
-            listening.listen(_BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
-        self._listening = listening
-        self._stop_accepting = add_accept_handler(listening, self._accept)
+        self._listening = bind_unix_socket(str(self.path), backlog=_BACKLOG)
+        self._stop_accepting = add_accept_handler(self._listening, self._accept)
 
     def stop(self) -> None:
         """Accept no more connections; existing ones stay open."""

@@ -95,9 +95,13 @@ def import_driver() -> None:
     for name in _MODULES:
         importlib.import_module(name)
     from ddptrain.cli import main as commands
+    from ddptrain.protocol import events, news
     from ddptrain.results.provenance import installed_versions
 
     installed_versions()
+    news.adapter()
+    for kind in events.KINDS:
+        events.adapter(kind.encode())
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception, SystemExit):
         commands.command_tree(commands.app, frozenset({"run"}))
         train = commands.command_tree(commands.app, frozenset({"train"}))

@@ -105,13 +105,6 @@ def test_arbitrary_bytes_never_raise_anything_else(line: bytes) -> None:
         pass
 
 
-def test_only_metrics_and_progress_can_wait() -> None:
-    numbers = events.encode(events.Metrics(1, {"a": 1.0}, 1)) + events.encode(events.Progress(1, 2))
-    assert events.are_numbers(numbers) and events.are_numbers(b"") and events.are_numbers(numbers + numbers[:20])
-    assert not events.are_numbers(numbers + events.encode(events.Entered(1)))
-    assert not events.are_numbers(numbers + b'{"ev')  # the rest may be anything
-
-
 # --- News: valid ones survive their way; everything else is refused with one kind of error ---
 
 
