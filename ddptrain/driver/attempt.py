@@ -90,7 +90,7 @@ class Attempt:
         self.workers, self.output, self.transfer, self.recorder = workers, output, transfer, recorder
         self.watchdog, self.start_timeout_s, self.lost_after_s = watchdog, start_timeout_s, lost_after_s
         first = self.ranks[0].spec
-        self.number, self.grace_s, self.is_script = first.attempt, first.supervision.grace_s, first.code.is_script
+        self.number, self.grace_s, self.is_script = first.attempt, first.config.failure.grace_s, first.code.is_script
         self.faults: list[Fault] = []
         self.signals = 0
         self.signum: int | None = None

@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 
 from ddptrain.rank.checkpoint.files import STATE_FILE
-from ddptrain.workloads.saved_weights import MODEL_FILE
+from ddptrain.rank.checkpoint.weights import MODEL_FILE
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

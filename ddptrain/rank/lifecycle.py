@@ -204,7 +204,7 @@ class RankLifecycle:
             else:
                 self._report_failure(error)
             if self.state == "failed":  # the rank is about to be stopped, so the trackers finish now
-                self.tracked.hurry(self.spec.supervision.grace_s)
+                self.tracked.hurry(self.spec.config.failure.grace_s)
                 self.tracked.end(self.state)
             self._complete_saves()
             raise
@@ -260,7 +260,7 @@ class RankLifecycle:
         """Complete the checkpoint that is being written, after a failure or while the worker group is being stopped."""
         if self.context is not None:
             with contextlib.suppress(Exception):  # the failure has been reported; this must not replace it
-                self.context.close(self.spec.supervision.grace_s, failed=True)
+                self.context.close(self.spec.config.failure.grace_s, failed=True)
 
     def _finish(self) -> None:
         self.emitter.emit(events.Finished(time.time_ns()))
@@ -369,7 +369,7 @@ class RankLifecycle:
         if self.state == "crashed" and (failure := failures.handled(self.phase)) is not None:
             _print_to_log(f"ddptrain: the rank was asked to stop while it handled an exception:\n{failure.traceback}")
             self.emitter.emit(failure)
-        self.tracked.hurry(self.spec.supervision.grace_s)
+        self.tracked.hurry(self.spec.config.failure.grace_s)
         is_own = self._owns_sigterm()
         if is_own:
             self.tracked.end(self.state)

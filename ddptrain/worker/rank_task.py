@@ -23,7 +23,7 @@ from distributed import Worker, get_worker
 from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
-from ddptrain.protocol import news
+from ddptrain.protocol import deadlines, news
 from ddptrain.protocol.news import News, RankExit, RankNews, SystemSample
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_environment, spool, stack_reports
@@ -97,7 +97,7 @@ class RanksTask:
     def run(self) -> list[RankExit | Exception]:
         """Run them; return how each has ended, or the error that prevented it."""
         for rank in self.ranks:  # first, because Dask may release the key at any time
-            self.host.register(self.key, rank.spec.key, rank.spec.supervision.grace_s)
+            self.host.register(self.key, rank.spec.key, rank.spec.config.failure.grace_s)
         port = self._store_port()
         resources = HostResources(usable_cores(), offered_slots(self.worker)[0], self.host.interface)
         broken = [part for rank in self.ranks for part in rank.start(port, resources, self.woken)]
@@ -121,7 +121,7 @@ class RanksTask:
 
     def _watch(self) -> None:
         """Send what is new until all ranks have ended, and the CPU time of each now and then, as a sign of life."""
-        alive_s = self.first.supervision.alive_s
+        alive_s = deadlines.alive_s(self.first.config.failure)
         began = measured_at = time.monotonic()
         sample_at = began + _FIRST_SAMPLE_S
         pause_s = _INTERVAL_S

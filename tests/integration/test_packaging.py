@@ -134,11 +134,9 @@ def test_installed_command_works_away_from_the_checkout(installed: Path, tmp_pat
     assert run(installed / "python", "-m", "ddptrain", "--version", cwd=tmp_path).startswith("ddptrain ")
 
 
-def test_installed_package_is_the_wheel_s_and_reaches_its_examples(installed: Path, tmp_path: Path) -> None:
-    code = "from ddptrain.config.config_file import shipped_configs; print(*shipped_configs().values(), sep='\\n')"
-    found = [Path(line) for line in run(installed / "python", "-c", code, cwd=tmp_path).splitlines()]
-    assert {path.name for path in found} == CONFIGS - {"ddptrain.schema.json"}
-    assert all(path.is_file() and path.is_relative_to(installed.parent) for path in found)
+def test_installed_package_is_the_wheel_s(installed: Path, tmp_path: Path) -> None:
+    found = run(installed / "python", "-c", "import ddptrain; print(ddptrain.__file__)", cwd=tmp_path)
+    assert Path(found.strip()).is_relative_to(installed.parent)
 
 
 def test_installed_example_is_trained_by_its_name(installed: Path, tmp_path: Path) -> None:

@@ -60,22 +60,6 @@ def steps(ctx, epochs=4, die_in=0, how="kill", always=False, wait_for=""):
             while not os.path.exists(wait_for):
                 time.sleep(0.05)
         ctx.checkpoint(model=model, optimizer=optimizer, step=epoch, epoch=epoch, metrics={}, note=f"of {epoch}")
-
-
-def names(ctx, die_at=0, **params):
-    from ddptrain.workloads.petnames.train import train
-
-    progress, calls = ctx.progress, []
-
-    def dying(*args, **kwargs):
-        progress(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == die_at and ctx.rank == 1 and ctx.attempt == 1:
-            wait_until_home(ctx, (die_at - 1) // 3 * 3)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    ctx.progress = dying
-    train(ctx, **params)
 '''
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from ddptrain.schedule.entries import parse_schedule
 from tests.conftest import PATIENCE_S, Cli
 
 CONFIG = """
@@ -28,7 +26,6 @@ cluster: {gpus: 2}
 retrain: {model: petnames, deadline: 6h}
 notify: {urls: ["env:SLACK_URL"], heartbeat: "env:CHECK_URL"}
 """
-TIMES = ("0 3 * * *", "0 3 * * Mon,Thu", "30 4 1 * *", "*/15 * * * *", "0 3 1 * 1", "*/20 1-5/2 * 2,8 *")
 # Trains in a moment: one rank that writes a file.
 SCRIPT = """
 import json
@@ -91,19 +88,6 @@ def test_systemd_accepts_the_units(
     assert (done.returncode, said) == (0, []), done.stderr
 
 
-@pytest.mark.parametrize("at", TIMES)
-def test_systemd_finds_the_same_next_time(analyze: str, at: str) -> None:
-    now = datetime(2026, 11, 22, 12, 7, 31, tzinfo=UTC)
-    schedule = parse_schedule(f"{at} Europe/Berlin")
-    events = schedule.on_calendar()
-    command = [analyze, "calendar", f"--base-time={now:%Y-%m-%d %H:%M:%S} UTC", *events]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "TZ": "UTC"})
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"(?:Next elapse|\(in UTC\)): \w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC", done.stdout)
-    assert len(found) == len(events), done.stdout
-    assert min(datetime.fromisoformat(f"{each}+00:00") for each in found) == schedule.next(now)
-
-
 # --- cron ---
 
 
@@ -152,7 +136,7 @@ def test_cron_retrains_at_the_next_minute(cron_daemon: None, homes: Path, run_cl
     psutil.wait_procs(processes_below(homes), PATIENCE_S)
     record = json.loads((homes / "models" / "fast" / "retrainings" / "000001.json").read_text())
     assert record["status"] == "promoted"
-    first = parse_schedule("* * * * *").next(started)
+    first = started.replace(second=0, microsecond=0) + timedelta(minutes=1)
     assert record["slot"] == first.isoformat().replace("+00:00", "Z")
     assert run_cli("schedule", "list", "--json").stdout == "[]\n"
 

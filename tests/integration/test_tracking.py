@@ -90,11 +90,6 @@ if __name__ == "__main__":
     ctx.log({"loss": 0.5}, step=1)
     sys.exit(0)
 """
-# As where driver and workers have no file system in common.
-APART = (
-    "import sys, ddptrain.driver.workers as group; group._same_token = lambda *_: False;"
-    "from ddptrain.cli.main import main; sys.exit(main())"
-)
 
 
 def other(kind: str, timeout_s: float = 30.0, mode: str = "process", **options: Any) -> dict[str, Any]:
@@ -143,7 +138,7 @@ def test_trackers_good_and_bad_follow_a_run_that_fails_and_goes_on(
         checkpoint={"metric": None, "every_epochs": None, "every_steps": 4},
         failure={"max_restarts": 1, "grace_s": 40.0, "hang_timeout_s": 4.0},  # less than Hanger has
     )
-    done = run_cli("train", config, "--run-id", "r", program=run_cli.program(APART), timeout_s=100)
+    done = run_cli("train", config, "--run-id", "r", timeout_s=100)
     assert done.rc == 0, done.stderr
     run = folder / "runs/r"
 

@@ -21,8 +21,7 @@ from ddptrain.protocol.events import StagedFile
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.tensor_slices import MODEL, OPTIMIZER, is_sharded_checkpoint, shard_file, slice_metadata
 from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot, is_sharded, unwrapped
-from ddptrain.workloads.saved_model import with_module_versions
-from ddptrain.workloads.saved_weights import MODEL_FILE, SAFETENSORS_TYPES, read_weights
+from ddptrain.rank.checkpoint.weights import MODEL_FILE, SAFETENSORS_TYPES, read_weights, with_module_versions
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +222,7 @@ def load_checkpoint(
     note: Callable[[str], None],
 ) -> tuple[Resumed, dict[str, Any]]:
     """Load the checkpoint of `spec` into the given objects; return the result for the user, and all of its state."""
-    state = read(Path(spec.checkpointing.resume_from), model, optimizer, device)
+    state = read(Path(spec.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
         if name in extra:

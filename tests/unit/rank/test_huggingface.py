@@ -16,8 +16,8 @@ import torch
 from transformers.trainer_utils import IntervalStrategy
 
 from ddptrain.rank.checkpoint.files import STATE_FILE
+from ddptrain.rank.checkpoint.weights import MODEL_FILE
 from ddptrain.rank.huggingface import HuggingFaceCallback
-from ddptrain.workloads.saved_weights import MODEL_FILE
 
 PARTS = {"model": "M", "optimizer": "O", "lr_scheduler": "L"}
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -130,3 +134,22 @@ def test_last_success_must_not_be_older_than_the_schedule_allows(
 ) -> None:
     found = judge(ENTRY, newest, now)
     assert found.state == state and reason in found.reason
+
+
+TIMES = ("0 3 * * *", "0 3 * * Mon,Thu", "30 4 1 * *", "*/15 * * * *", "0 3 1 * 1", "*/20 1-5/2 * 2,8 *")
+
+
+@pytest.mark.parametrize("at", TIMES)
+def test_systemd_finds_the_same_next_time(at: str) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd is not installed")
+    now = datetime(2026, 11, 22, 12, 7, 31, tzinfo=UTC)
+    schedule = parse_schedule(f"{at} Europe/Berlin")
+    events = schedule.on_calendar()
+    command = [analyze, "calendar", f"--base-time={now:%Y-%m-%d %H:%M:%S} UTC", *events]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "TZ": "UTC"})
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"(?:Next elapse|\(in UTC\)): \w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC", done.stdout)
+    assert len(found) == len(events), done.stdout
+    assert min(datetime.fromisoformat(f"{each}+00:00") for each in found) == schedule.next(now)

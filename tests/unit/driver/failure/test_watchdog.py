@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.watchdog import Hang, Stage, Watchdog, alive_s, new_watchdog
+from ddptrain.config.run_config import FailureConfig
+from ddptrain.driver.failure.watchdog import Hang, Stage, Watchdog, new_watchdog
 from ddptrain.driver.ranks import Activity
-from ddptrain.protocol import events
+from ddptrain.protocol import deadlines, events
 from tests.unit.driver.attempt.ranks import running
 
 
@@ -294,7 +295,8 @@ def test_silence_is_shown_after_a_third_of_the_limit() -> None:
 def test_quiet_ranks_are_told_of_often_enough_for_both_limits(
     hang_timeout_s: float | str | None, lost_after_s: float, expected: float
 ) -> None:
-    assert alive_s(hang_timeout_s, lost_after_s) == expected
+    failure = FailureConfig.model_validate({"hang_timeout_s": hang_timeout_s, "lost_after_s": lost_after_s})
+    assert deadlines.alive_s(failure) == expected
 
 
 def test_rank_that_reports_once_an_hour_is_judged_by_its_use_of_the_processor() -> None:
