@@ -533,11 +533,11 @@ class Attempt:
 
     def _suspect(self, read_until: float) -> None:
         """Begin an inquiry if the ranks may hang, judged by what had arrived at `read_until`. Show their silence."""
-        quiet = "" if self.stopping else self.watchdog.silence(self.ranks, read_until)
+        quiet = "" if self.phase >= Phase.STOPPING else self.watchdog.silence(self.ranks, read_until)
         if quiet != self._quiet:
             self._quiet = quiet
             self.recorder.display.silence(quiet)
-        if self.stopping or self.faults or not self._inquiry.may_begin(self._now):
+        if self.phase >= Phase.SETTLING or not self._inquiry.may_begin(self._now):
             return
         if (hang := self.watchdog.overdue(self.ranks, read_until)) is not None:
             if read_until - hang.silent_s >= self._inquiry.not_before:  # else it has just found a rank working

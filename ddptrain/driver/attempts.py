@@ -122,7 +122,7 @@ class Attempts:
         pause = f" in {again.pause_s:g} s" if again.pause_s else ""
         self.recorder.warn(f"starting the ranks again{pause}, {start} ({again.count})")
         self.signals.pause(again.pause_s)
-        self.of.cluster.replace_workers(leaving=leaving)
+        self.of.replace_workers(leaving=leaving)
 
     def _reserved(self) -> list[RankPlace]:
         """Reserve the slots of an attempt. Raises ClusterError."""

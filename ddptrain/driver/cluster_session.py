@@ -87,54 +87,16 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """The parts that a command with several runs gives to each run, so that the run does not create them.
+    """The parts that a command with several runs gives to each run, so that the run neither creates nor closes them.
 
-    signals: called with the run's inbox; returns its signals.
+    signals: called with the run's inbox; returns its signals. mutex: held while workers of the cluster are replaced.
     """
 
-    cluster: SharedCluster
+    cluster: Cluster
     session: Session
     display: RunDisplay
     signals: Callable[[Inbox], Signals]
-
-
-class SharedCluster:
-    """A cluster that several runs use at the same time. The command that has opened it closes it."""
-
-    def __init__(self, cluster: Cluster, target: Target) -> None:
-        self._cluster, self._target = cluster, target
-        self._mutex = threading.Lock()
-
-    @property
-    def description(self) -> str:
-        """The name of the cluster for messages."""
-        return self._cluster.description
-
-    def begin(self) -> None:
-        """Do nothing: the cluster is up."""
-
-    def connect(self) -> Target:
-        """Return the scheduler's address."""
-        return self._target
-
-    def worker_fault(self) -> str | None:
-        """Return why a worker process of the command has ended; None while all are running."""
-        return self._cluster.worker_fault()
-
-    def replace_workers(self, *, leaving: bool) -> None:
-        """Replace workers that have ended.
-
-        A worker that is about to end stays, because other runs may be saving there.
-        """
-        with self._mutex:
-            self._cluster.replace_workers(leaving=False)
-
-    def last_words(self) -> str:
-        """Return the last log lines of the workers; "" if there are none."""
-        return self._cluster.last_words()
-
-    def close(self) -> None:
-        """Do nothing: other runs use the cluster."""
+    mutex: threading.Lock
 
 
 # --- the resources of this machine for an embedded cluster ---

@@ -157,8 +157,19 @@ class Recorder:
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
                 self.display.rank_event(rank, event)
                 self._check_metric(event)
-            case _:
-                self._rare_event(rank, event)
+            case events.Returned():
+                self._returned(rank, event)
+            case events.Epochs(total=total) if rank == 0:
+                self.event("epochs", total=total, epoch=event.epoch)
+            case events.Tracked():
+                self._tracked(rank, event)
+            case events.StepTimes():
+                self._step_times(rank, event)
+            case events.Timed():
+                fields = {"activity": shorten(event.activity), "seconds": event.seconds}
+                self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
+            case events.TrackerFailed():
+                self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
 
     def _check_metric(self, saved: events.CheckpointSaved) -> None:
         """Warn once if a checkpoint lacks the metric that decides which one is best."""
@@ -188,22 +199,6 @@ class Recorder:
             return f"{found.description} (failure.nan is stop)"
         self.warn(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)")
         return ""
-
-    def _rare_event(self, rank: int, event: events.Event) -> None:
-        match event:
-            case events.Returned():
-                self._returned(rank, event)
-            case events.Epochs(total=total) if rank == 0:
-                self.event("epochs", total=total, epoch=event.epoch)
-            case events.Tracked():
-                self._tracked(rank, event)
-            case events.StepTimes():
-                self._step_times(rank, event)
-            case events.Timed():
-                fields = {"activity": shorten(event.activity), "seconds": event.seconds}
-                self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
-            case events.TrackerFailed():
-                self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
 
     def _returned(self, rank: int, event: events.Returned) -> None:
         if rank != 0 or len(event.value) > _MOST_RETURNED:

@@ -215,9 +215,11 @@ class Run:
 
     def _train(self) -> run_ends.RunEnd:
         with ExitStack() as stack:
-            stack.callback(self.cluster.close)
+            if self.options.shared is None:
+                stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
-            self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
+            if self.options.shared is None:
+                self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
             plan = self.options.evaluation
             prepared = plan.request if plan is not None else self.config.params
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
@@ -242,6 +244,12 @@ class Run:
                 workers.subscribe()
                 self.inputs.wait(self.display.notice)
             return Attempts(self, session, workers).run()
+
+    def replace_workers(self, *, leaving: bool) -> None:
+        """Replace workers that have ended, and one that is about to end; but other runs may be saving on that one."""
+        shared = self.options.shared
+        with nullcontext() if shared is None else shared.mutex:
+            self.cluster.replace_workers(leaving=leaving and shared is None)
 
     def _show_start(self) -> None:
         if self.options.evaluation is not None:

@@ -6,12 +6,14 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.function_signature import default_params
 from ddptrain.config.resolved import ResolvedConfig, resolve
@@ -19,7 +21,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_session import LocalResources, Session, SharedCluster, SharedRun, cluster_for
+from ddptrain.driver.cluster_session import LocalResources, Session, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, open_display
@@ -177,7 +179,7 @@ class Sweep:
         record.save(self.folder)
         return record
 
-    def _open(self, stack: ExitStack) -> tuple[Session, SharedCluster, Capacity]:
+    def _open(self, stack: ExitStack) -> tuple[Session, Cluster, Capacity]:
         """Start or connect to the cluster. Raises ClusterError, Interrupted."""
         config = self.resolved.config
         machine = local_slots(config, self.sweep, self.ranks) if config.cluster.is_embedded else None
@@ -196,7 +198,7 @@ class Sweep:
         else:
             most = None if self.sweep.parallel == "auto" else self.sweep.parallel
             capacity = Capacity(most, self.ranks, session.client)
-        return session, SharedCluster(cluster, session.target), capacity
+        return session, cluster, capacity
 
     def _values_so_far(self, trial: TrialRecord) -> list[float]:
         """Return the values of the metric in the first run of a trial, for the pruner."""
@@ -214,12 +216,14 @@ class Sweep:
             self.display.notice(text)
         self._save(now=True)
 
-    def _plan(self, study: Study, session: Session, cluster: SharedCluster) -> TrialPlan:
+    def _plan(self, study: Study, session: Session, cluster: Cluster) -> TrialPlan:
         def config_of(point: Mapping[str, Any], repeat: int) -> ResolvedConfig:
             return trial_config(self.resolved, point, repeat, self.home.where, self.home.sweep_id)
 
+        mutex = threading.Lock()
+
         def shared(trial: Trial, display: TrialDisplay) -> SharedRun:
-            return SharedRun(cluster, session, display, trial.signals)
+            return SharedRun(cluster, session, display, trial.signals, mutex)
 
         sweep = self.sweep
         return TrialPlan(self.home, sweep.metric, sweep.mode, sweep.seeds, config_of, study.report, run_with(shared))

@@ -162,6 +162,7 @@ def test_exception_after_a_signal_is_the_cause(project: Project, shared_cluster:
     )
     running = _train(project, shared_cluster, code)
     running.wait_for("at work")
+    running.wait_for("ddptrain: training")  # the driver knows that all ranks are in the workload
     _send(running, signal.SIGTERM)
     done = running.finish()
     assert done.rc == 1, done.stderr

@@ -6,7 +6,6 @@ import resource
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.driver import cluster_session as local_resources
-from ddptrain.driver.cluster_session import LocalResources, SharedCluster, cluster_for
+from ddptrain.driver.cluster_session import LocalResources, cluster_for
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import HostId
-from tests.unit.notes import Notes
 
 # --- Which cluster a configuration leads to, what a run may do to one that it shares, and what a dry run ---
 
@@ -35,21 +33,6 @@ def test_other_clusters_are_attached_or_started_for_the_run() -> None:
     assert isinstance(attached, AttachedCluster)
     started = cluster_for(config(cluster={"backend": "local"}), None, Path("/scratch"), print)
     assert isinstance(started, RunCluster)
-
-
-def test_shared_cluster_is_neither_started_nor_closed_by_a_run() -> None:
-    notes: list[tuple[Any, ...]] = []
-    inner: Any = Notes(notes, "inner", description="warm", worker_fault=lambda: "ended", last_words=lambda: "lines")
-    target: Any = SimpleNamespace(address="tcp://h:1")
-    shared = SharedCluster(inner, target)
-    shared.begin()
-    shared.close()
-    assert notes == [] and shared.connect() is target and shared.description == "warm"
-    assert (shared.worker_fault(), shared.last_words()) == ("ended", "lines")
-    notes.clear()
-    for leaving in (True, False):
-        shared.replace_workers(leaving=leaving)
-    assert notes == [("inner.replace_workers", {"leaving": False})] * 2
 
 
 # --- `--dry-run` finds out what would keep the run from beginning, without starting anything ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.driver import inbox
+from ddptrain.driver.attempt import Phase
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import events
@@ -75,7 +77,7 @@ MESSAGES = st.one_of(
     ),
     st.builds(inbox.TaskFailed, ATTEMPTS, RANKS, st.just("no")),
     st.builds(inbox.WorkerLost, st.sampled_from(["tcp://h0", "tcp://h1", "tcp://elsewhere"])),
-    st.builds(inbox.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT])),
+    st.builds(inbox.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT]), st.sampled_from(inbox.Request)),
     st.builds(inbox.ArtifactFailed, RANKS, st.just("x"), st.sampled_from([OSError("no"), UnsafePath("no")])),
     st.builds(inbox.ArtifactStored, RANKS, st.just("x"), st.just("p")),
     st.builds(inbox.ArtifactRetried, RANKS, st.just("x"), st.just(OSError("no")), st.just(2)),
@@ -91,7 +93,7 @@ STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.2, 3.0, 70.0]), MESSAGE
 Steps = list[tuple[float, Any]]
 
 
-def played(steps: Steps) -> Play:
+def played(steps: Steps, look: Callable[[Play], object] = lambda play: None) -> Play:
     play = Play(WORLD, hang_timeout_s=10.0)
     for seconds, happens in steps:
         match happens:
@@ -105,6 +107,7 @@ def played(steps: Steps) -> Play:
             case message:
                 play.now += seconds
                 play.send(message)
+        look(play)
     return play
 
 
@@ -128,6 +131,14 @@ def test_every_fault_ends_the_attempt(steps: Steps) -> None:
     if play.attempt.faults or play.attempt.stopping or play.attempt.notice:
         play.wait(2 * GRACE_S + 10.0, alive=True, every_s=1.0)
         assert play.attempt.over
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_attempt_never_goes_back_to_an_earlier_phase(steps: Steps) -> None:
+    phases: list[Phase] = []
+    played(steps, lambda play: phases.append(play.attempt.phase))
+    assert phases == sorted(phases)
 
 
 @given(STEPS)
