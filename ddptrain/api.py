@@ -9,13 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ddptrain.errors import ConfigError, UsageError
-from ddptrain.run_handle import Run, error_of
+from ddptrain.run_handle import STOP_TIMEOUT_S, Run, error_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "launch", "load_model"]
 
+_POLL_S = 0.1
 Output = Literal["auto", "live", "plain", "json", "none"]
 
 
@@ -53,6 +59,9 @@ def launch(
         UsageError, ConfigError: nothing was started.
         TrainingFailed, HangDetected, ClusterError, RunLocked, RunPreempted, Interrupted: with `wait`, the run failed.
     """
+    from ddptrain.driver.control.detach import EndedEarly, LaunchRequest, start_ordered
+    from ddptrain.results.show.live_table import in_notebook
+
     if "DDPTRAIN_RUN_ID" in os.environ and "RANK" in os.environ:
         raise UsageError(
             "launch was called in a rank, which has imported this module for its function: "
@@ -60,7 +69,9 @@ def launch(
         )
     if output not in get_args(Output):
         raise UsageError(f"output is {', '.join(get_args(Output)[:-1])} or none, not {output!r}")
-    live = wait and _is_live(output)
+    if output == "live" and not in_notebook():
+        raise UsageError('output="live" needs a Jupyter notebook: leave it out, or use "plain"')
+    live = wait and output in ("live", "auto") and in_notebook()
     path, data, folder = _config_source(config)
     changes = _override_texts(params, overrides)
     _check_config(path, data, folder, changes)
@@ -68,19 +79,20 @@ def launch(
     arguments = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     arguments += ["--allow-changes"] if allow_changes else []
     arguments += ["--output", "json" if output == "json" else "plain"]
-    run = _start_driver(path, data, folder, changes, arguments, wait)
-    if wait:
-        run.show_until_end(sys.stdout.write if output != "none" else lambda _: None, live=live)
+    request = LaunchRequest(data, str(folder), changes, wait)
+    process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], request.to_line())
+    if isinstance(begun, EndedEarly):
+        raise error_of(begun.exit_code, _last_error(begun.output))
+    run = Run(begun.run_id, begun.run_dir, process)
+    try:
+        if wait:
+            write = partial(print, flush=True) if output != "none" else lambda _: None
+            run._show_driver(begun.log_from, write, live, partial(_stop_driver, process))  # noqa: SLF001  # not for users
+    finally:
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()  # the driver goes on without this process
     return run
-
-
-def _is_live(output: Output) -> bool:
-    """Return whether the run is shown as a table. Raises UsageError for output="live" outside of Jupyter."""
-    from ddptrain.results.show.live_table import in_notebook
-
-    if output == "live" and not in_notebook():
-        raise UsageError('output="live" needs a Jupyter notebook: leave it out, or use "plain"')
-    return output == "live" or (output == "auto" and in_notebook())
 
 
 def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") -> torch.nn.Module:
@@ -191,24 +203,18 @@ def _check_config(path: str, data: Mapping[str, Any] | None, folder: Path, chang
         raise ConfigError(problems) from None
 
 
-def _start_driver(
-    path: str,
-    data: Mapping[str, Any] | None,
-    folder: Path,
-    changes: Sequence[str],
-    arguments: Sequence[str],
-    wait: bool,
-) -> Run:
-    from ddptrain.driver.control.detach import EndedEarly, LaunchRequest, start_ordered
-
-    request = LaunchRequest(data, str(folder), changes, wait)
-    process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], request.to_line())
-    if isinstance(begun, EndedEarly):
-        raise error_of(begun.exit_code, _last_error(begun.output))
-    run = Run(begun.run_id, begun.run_dir, process, begun.log_from)
-    if not wait:
-        run.release_driver()
-    return run
+def _stop_driver(process: subprocess.Popen[bytes]) -> None:
+    """Stop the driver as Ctrl-C does; a second Ctrl-C stops it at once."""
+    number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    process.send_signal(number)
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+        except KeyboardInterrupt:
+            process.send_signal(number)
 
 
 def _last_error(output: str) -> str:

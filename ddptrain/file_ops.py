@@ -226,11 +226,6 @@ def is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def unlock(descriptor: int) -> None:
-    """Release the lock of an open file."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
 # --- Temporary folders that do not outlive a killed process ---
 
 

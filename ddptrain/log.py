@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials, hide_known, hide_secrets
@@ -100,11 +100,8 @@ def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> No
 
 
 def _clean_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    thread_fields = getattr(_thread_context, "fields", {})
-    kept = {name: value for name, value in {**_context, **thread_fields, **fields}.items() if value is not None}
-    if "value" in kept:  # {name: DB_PASSWORD, value: X}: the value is secret if the name is
-        kept = hide_secrets(kept)
-    return {name: _clean_value(name, value) for name, value in kept.items()}
+    all_fields = {**_context, **getattr(_thread_context, "fields", {}), **fields}
+    return {name: _clean_value(name, value) for name, value in all_fields.items() if value is not None}
 
 
 def _clean_value(name: str, value: object) -> object:
@@ -173,24 +170,23 @@ def _quoted(value: object) -> str:
 # --- handlers ---
 
 
-class _StderrHandler(logging.Handler):
+class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to the current sys.stderr, or to the function given to `divert`: a live display prints above its bars."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(sys.stderr)
         self.setFormatter(LineFormatter())
         self.write: Callable[[str], object] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record)
-            if self.write is not None:
-                self.write(line)
-            elif sys.stderr is not None:
-                encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-                print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
-        except Exception:  # an error of the log must not end the program
-            pass
+        self.stream = sys.stderr
+        if self.write is not None:
+            self.write(self.format(record))
+        elif self.stream is not None:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # an error of the log does not end the program
+        pass
 
 
 _stderr = _StderrHandler()

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _STORE_POLL_S = 2.0
-_STOP_TIMEOUT_S = 120.0  # for a driver that is stopping: the grace period, and the transfer of results
+STOP_TIMEOUT_S = 120.0  # for a driver that is stopping: the grace period, and the transfer of results
 _ERRORS: dict[int, type[DdptrainError]] = {
     kind.exit_code: kind for kind in (TrainingFailed, UsageError, ClusterError, HangDetected, RunLocked, RunPreempted)
 }
@@ -51,16 +51,13 @@ def error_of(exit_code: int, cause: str) -> DdptrainError:
 class Run:
     """A run; each property reads the run directory again."""
 
-    def __init__(
-        self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
-    ) -> None:
+    def __init__(self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None) -> None:
         """Call `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
         from ddptrain.results.runs import StoreRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
-        self._process = process
-        self._log_from = log_from
+        self._process = process  # the driver, if this process has started it
         runs_dir = run_dir.rstrip("/").rpartition("/")[0] if "://" in run_dir else str(Path(run_dir).parent)
         self._runs = open_runs_dir(runs_dir)
         self._is_stored = isinstance(self._runs, StoreRuns)
@@ -85,11 +82,6 @@ class Run:
         return run_table_html(self._view())
 
     # --- state ---
-
-    @property
-    def run_id(self) -> str:
-        """The same as `id`; run.json and events use this name."""
-        return self.id
 
     @property
     def dir(self) -> Path:
@@ -125,7 +117,7 @@ class Run:
         from ddptrain.results.runs import NeededFiles
 
         view = self._view(NeededFiles.METRICS)
-        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
+        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read())
         return [
             {
                 "time_s": line.time_s,
@@ -175,12 +167,8 @@ class Run:
             TimeoutError: the run is still running after `timeout_s` seconds.
             TrainingFailed, HangDetected, ClusterError, RunPreempted, Interrupted: the run did not succeed.
         """
-        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        while self._is_running():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
-            time.sleep(min(left_s, _STORE_POLL_S if self._is_stored and self._process is None else _POLL_S))
+        for _ in self._until_end(timeout_s, _STORE_POLL_S if self._is_stored and self._process is None else _POLL_S):
+            pass
         self._raise()
         return self
 
@@ -190,30 +178,17 @@ class Run:
         An exception during the wait, such as Ctrl-C, does not stop the run. Raises the errors of `wait`.
         """
         from ddptrain.results.runs import NeededFiles
-        from ddptrain.results.show.live_table import LiveTable, in_notebook
+        from ddptrain.results.show.live_table import in_notebook
         from ddptrain.results.show.log_follower import LogCursor
 
-        every_s = _STORE_POLL_S if self._is_stored else 1.0
-        live = in_notebook()
-        table = LiveTable(lambda: self._view(NeededFiles.METRICS), every_s) if live else None
         log = LogCursor(self._view(NeededFiles.LOGS, 0).layout.log(0), lines=10)
 
-        def show(*, now: bool = False) -> None:
+        def lines() -> Iterator[str]:
             if self._is_stored:
                 self._view(NeededFiles.LOGS, 0)
-            for line in log.read():
-                (table.write if table else print)(line)
-            if table:
-                table.refresh(now=now)
+            return log.read()
 
-        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        while self._is_running():
-            show()
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
-            time.sleep(min(every_s, max(0.0, deadline - time.monotonic())))
-        show(now=True)
-        self._raise()
+        self._show(lines, print, in_notebook(), _STORE_POLL_S if self._is_stored else 1.0, limit_s=timeout_s)
         return self
 
     def stop(self, *, now: bool = False) -> Self:
@@ -225,7 +200,7 @@ class Run:
 
         stop_run(self._stop_target(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
         if self._process is not None:
-            self._process.wait(_STOP_TIMEOUT_S)
+            self._process.wait(STOP_TIMEOUT_S)
         return self
 
     # --- implementation ---
@@ -241,9 +216,8 @@ class Run:
         from ddptrain.driver.control.stop import StopTarget
         from ddptrain.results.layout import RunLayout
 
-        if not self._is_stored:
-            return StopTarget(RunLayout(self._folder), self._view)
-        return StopTarget(RunLayout(self._folder), self._view, look_every_s=_STORE_POLL_S)
+        look = {"look_every_s": _STORE_POLL_S} if self._is_stored else {}
+        return StopTarget(RunLayout(self._folder), self._view, **look)
 
     def _is_running(self) -> bool:
         from ddptrain.driver.control.stop import is_active
@@ -267,79 +241,60 @@ class Run:
         again = f"; continue with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
         raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id}: {root_cause(failure)}{log}{again}")
 
-    def release_driver(self) -> None:
-        """Let the driver continue without this process; only for `launch`."""
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
+    def _until_end(self, timeout_s: float | None, every_s: float) -> Iterator[None]:
+        """Yield every `every_s` seconds while the run is running. Raises TimeoutError."""
+        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        while self._is_running():
+            yield
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
+            time.sleep(min(left_s, every_s))
 
-    def show_until_end(self, write: Callable[[str], object], *, live: bool = False) -> None:
-        """Print the driver's output until the run ends; only for `launch`. An exception stops the run.
+    def _show_driver(
+        self, offset: int, write: Callable[[str], object], live: bool, interrupted: Callable[[], None]
+    ) -> None:
+        """Show the output of the driver, from the `offset` of its log on, until the run has succeeded."""
+        from ddptrain.results.show.log_follower import LogCursor
 
-        With `live` a table that the notebook updates in place shows the output below its rows. Raises the errors of
-        wait().
+        log = LogCursor(self._folder / "driver.log", offset=offset)
+        self._show(log.read, write, live, _POLL_S, interrupted=interrupted)
+
+    def _show(
+        self,
+        lines: Callable[[], Iterable[str]],
+        write: Callable[[str], object],
+        live: bool,
+        every_s: float,
+        limit_s: float | None = None,
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write new lines until the run ends, if `live` below a table that is updated in place. Raises as `wait`.
+
+        `interrupted` is called if an exception, such as Ctrl-C, ends the wait.
         """
-        refresh: Callable[..., None] = lambda **_: None  # noqa: E731
-        if live:
-            from ddptrain.results.runs import NeededFiles
-            from ddptrain.results.show.live_table import LiveTable
+        from ddptrain.results.runs import NeededFiles
+        from ddptrain.results.show.live_table import LiveTable
 
-            table = LiveTable(lambda: self._view(NeededFiles.METRICS), _STORE_POLL_S if self._is_stored else 1.0)
-            write, refresh = table.write, table.refresh
-        log = _DriverLog(self._folder / "driver.log", write, self._log_from)
+        refresh_s = _STORE_POLL_S if self._is_stored else 1.0
+        table = LiveTable(lambda: self._view(NeededFiles.METRICS), refresh_s) if live else None
+
+        def show(*, now: bool = False) -> None:
+            for line in lines():
+                (table.write if table else write)(line)
+            if table:
+                table.refresh(now=now)
+
         try:
-            while self._is_running():
-                log.print_new_lines()
-                refresh()
-                time.sleep(_POLL_S)
+            for _ in self._until_end(limit_s, every_s):
+                show()
         except BaseException:
-            self._stop_driver()
+            interrupted()
             with suppress(Exception):  # the first exception is raised
-                log.print_new_lines()
-                refresh(now=True)
+                show(now=True)
             raise
-        finally:
-            self.release_driver()
-        log.print_new_lines()
-        refresh(now=True)
+        show(now=True)
         self._raise()
-
-    def _stop_driver(self) -> None:
-        """Stop the driver as Ctrl-C does; a second Ctrl-C stops it at once."""
-        process = self._process
-        if process is None:
-            return
-        number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
-        process.send_signal(number)
-        while process.poll() is None and time.monotonic() < deadline:
-            try:
-                process.wait(_POLL_S)
-            except subprocess.TimeoutExpired:
-                continue
-            except KeyboardInterrupt:
-                process.send_signal(number)
 
 
 def _int_if_whole(step: float | None) -> float | None:
     return int(step) if step is not None and step.is_integer() else step
-
-
-class _DriverLog:
-    """Prints the output of a driver line by line."""
-
-    def __init__(self, log: Path, write: Callable[[str], object], offset: int = 0) -> None:
-        self._log, self._write, self._offset = log, write, offset
-
-    def print_new_lines(self) -> None:
-        """Print the new complete lines."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return
-        lines = data[: data.rfind(b"\n") + 1]
-        self._offset += len(lines)
-        if lines:
-            self._write(lines.decode("utf-8", "replace"))

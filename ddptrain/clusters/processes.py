@@ -24,18 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain import __version__
+from ddptrain.clusters.hosts import UNKNOWN_HOST, Relation, process_start, relation, where_to_run
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append
-from ddptrain.host_identity import (
-    UNKNOWN_HOST,
-    HostId,
-    Relation,
-    process_start,
-    relation,
-    this_host,
-    where_to_run,
-)
+from ddptrain.host_identity import HostId, this_host
 
 FOLDER, PYTHON = "{folder}", "{python}"
 _POLL_S = 0.02

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ddptrain import __version__
 from ddptrain.clusters import record as records
+from ddptrain.clusters.hosts import Relation
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import own_security
 from ddptrain.config import plugin_names
 from ddptrain.config.types import is_scheduler_file
 from ddptrain.errors import ClusterError
-from ddptrain.host_identity import Relation
 
 if TYPE_CHECKING:
     from distributed import Security

@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain.clusters import record as records
+from ddptrain.clusters.hosts import Relation
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.resolve import Target, of_cluster
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER
-from ddptrain.host_identity import Relation
 
 LOOK_TIMEOUT_S = 2.0
 _LEAVE_S = 0.3

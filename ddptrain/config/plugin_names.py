@@ -15,12 +15,33 @@ from ddptrain.optional_packages import install_command
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-ENTRY_POINT_GROUP = "ddptrain.workloads"
-BACKEND_GROUP = "ddptrain.clusters"
-TRACKER_GROUP = "ddptrain.trackers"
 CONTEXT_NAMES = frozenset({"ctx", "context", ""})  # of a function's first parameter, less underscores around them
 CONTEXT_TYPE = "RankContext"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The names of one kind of plug-in: the built-in ones, each with its module:attr, and entry points of a group."""
+
+    built_in: Mapping[str, str]
+    group: str
+
+    def installed(self) -> dict[str, str]:
+        """Return the entry points of the group in installed packages: name -> module:attr."""
+        from importlib.metadata import entry_points
+
+        return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=self.group)}
+
+    def names(self) -> list[str]:
+        """Return all names."""
+        return [*self.built_in, *self.installed()]
+
+    def target(self, name: str) -> str | None:
+        """Return the module:attr of a name, of which one of the user is its own; None if the name is unknown."""
+        if name in self.built_in:
+            return self.built_in[name]
+        return name if _TARGET.fullmatch(name) else self.installed().get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +100,28 @@ BUILT_IN = {
     ),
 }
 
-# Cluster backend -> the class that starts its clusters; "" if the cluster already runs.
-BACKENDS = {
-    "local": "ddptrain.clusters.backends.local:LocalBackend",
-    "address": "",
-    "ssh": "ddptrain.clusters.backends.ssh:SshBackend",
-    "slurm": "ddptrain.clusters.backends.slurm:SlurmBackend",
-    "kubernetes": "ddptrain.clusters.backends.kubernetes:KubernetesBackend",
-    "class": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
-    "saturn": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
-}
-
-# Tracker -> its class, which only ranks import.
-TRACKERS = {
-    "wandb": "ddptrain.tracking.wandb.tracker:WandbTracker",
-    "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
-}
+WORKLOADS = Registry({name: each.target for name, each in BUILT_IN.items()}, "ddptrain.workloads")
+# The class that starts a backend's clusters; "" if the cluster already runs.
+BACKENDS = Registry(
+    {
+        "local": "ddptrain.clusters.backends.local:LocalBackend",
+        "address": "",
+        "ssh": "ddptrain.clusters.backends.ssh:SshBackend",
+        "slurm": "ddptrain.clusters.backends.slurm:SlurmBackend",
+        "kubernetes": "ddptrain.clusters.backends.kubernetes:KubernetesBackend",
+        "class": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
+        "saturn": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
+    },
+    "ddptrain.clusters",
+)
+# The class of a tracker, which only ranks import.
+TRACKERS = Registry(
+    {
+        "wandb": "ddptrain.tracking.wandb.tracker:WandbTracker",
+        "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
+    },
+    "ddptrain.trackers",
+)
 # Tracker -> the extra that has its package; the package of others, which has the name of the tracker, is always there.
 TRACKER_EXTRAS = {"tensorboard": "tensorboard"}
 
@@ -111,14 +138,9 @@ def is_built_in(workload: object) -> bool:
 
 def workload_target(name: str) -> str:
     """Return the module:attr of the workload's function, without an import. Raises ConfigError if there is none."""
-    if name in BUILT_IN:
-        return BUILT_IN[name].target
-    if _TARGET.fullmatch(name):
-        return name
-    installed = _installed(ENTRY_POINT_GROUP)
-    if name in installed:
-        return installed[name]
-    raise ConfigError([_unknown(name, [*BUILT_IN, *installed])])
+    if (target := WORKLOADS.target(name)) is None:
+        raise ConfigError([_unknown(name, WORKLOADS.names())])
+    return target
 
 
 def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> str:
@@ -145,14 +167,9 @@ def params_model(name: str) -> type[BaseModel] | None:
     return cast("type[BaseModel]", getattr(import_module(module), attribute))
 
 
-def backends() -> list[str]:
-    """Return the names of all cluster backends, including those of installed packages."""
-    return [*BACKENDS, *_installed(BACKEND_GROUP)]
-
-
 def provider_class(name: str) -> type[Any]:
     """Import a backend's class (see clusters/provider.py). Raises UsageError if it has none, or it can't be used."""
-    target = BACKENDS[name] if name in BACKENDS else _installed(BACKEND_GROUP)[name]
+    target = BACKENDS.target(name)
     if not target:
         raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
     module, _, attribute = target.partition(":")
@@ -162,38 +179,14 @@ def provider_class(name: str) -> type[Any]:
         raise UsageError(f"cluster.backend {name} ({target}) can't be used: {error}") from error
 
 
-def trackers() -> list[str]:
-    """Return the names of all trackers, including those of installed packages."""
-    return [*TRACKERS, *_installed(TRACKER_GROUP)]
-
-
-def known_tracker(name: str) -> bool:
-    """Return whether this is the name of a tracker, or may be a class of the user; nothing is imported."""
-    return _TARGET.fullmatch(name) is not None or name in trackers()
-
-
 def tracker_target(name: str) -> str:
     """Return the module:attr of a tracker's class. Raises UsageError if no installed package has that name."""
-    if target := _target(name, TRACKERS, TRACKER_GROUP):
+    if target := TRACKERS.target(name):
         return target
     raise UsageError(
         f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
-        f"the group {TRACKER_GROUP}"
+        f"the group {TRACKERS.group}"
     )
-
-
-def _target(name: str, built_in: Mapping[str, str], group: str) -> str | None:
-    """Return the module:attr of a name: built in, the user's own, or of an installed package; None if it is unknown."""
-    if name in built_in:
-        return built_in[name]
-    return name if _TARGET.fullmatch(name) else _installed(group).get(name)
-
-
-def _installed(group: str) -> dict[str, str]:
-    """Return the entry points of a group in installed packages: name -> module:attr."""
-    from importlib.metadata import entry_points
-
-    return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=group)}
 
 
 def of_file(name: str) -> str:

@@ -19,13 +19,14 @@ import itertools
 import math
 import signal
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
 from ddptrain.driver.failure.hang import Inquiry
-from ddptrain.driver.failure.run_end import was_sent
+from ddptrain.driver.failure.run_end import describe_fault, was_sent
 from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank
@@ -34,15 +35,15 @@ from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
-from ddptrain.protocol import deadlines, events, worker_notices
+from ddptrain.protocol import deadlines, events
 from ddptrain.protocol.commands import OF_SIGNALS, Command
+from ddptrain.protocol.news import News, RankExit, RankNews, describe_status
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
 from ddptrain.results.errors import UnsafePath
 
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
 _SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
-_LAST_SIGNAL = 3  # that asks to end: it kills the ranks
+LAST_SIGNAL = 3  # that asks to end: it kills the ranks
 _log = Log(__name__)
 
 
@@ -51,6 +52,17 @@ class Moment(NamedTuple):
 
     monotonic: float
     time_ns: int
+
+
+class Phase(IntEnum):
+    """What an attempt does."""
+
+    STARTING = 1  # not all ranks have entered the workload
+    RUNNING = 2
+    SAVING = 3  # a signal or a leaving worker has asked the ranks to save and end
+    SETTLING = 4  # a rank has failed: an earlier fault may arrive
+    STOPPING = 5  # the ranks are being stopped
+    OVER = 6  # every rank has ended or is lost
 
 
 class Attempt:
@@ -78,7 +90,7 @@ class Attempt:
         self.workers, self.output, self.transfer, self.recorder = workers, output, transfer, recorder
         self.watchdog, self.start_timeout_s, self.lost_after_s = watchdog, start_timeout_s, lost_after_s
         first = self.ranks[0].spec
-        self.number, self.grace_s, self.is_script = first.attempt, first.supervision.grace_s, first.code.is_script
+        self.number, self.grace_s, self.is_script = first.attempt, first.config.failure.grace_s, first.code.is_script
         self.faults: list[Fault] = []
         self.signals = 0
         self.signum: int | None = None
@@ -94,11 +106,25 @@ class Attempt:
         self._now, self._time_ns = now
         self._inquiry = Inquiry()
         self._stacks: list[tuple[int, events.FileSaved]] = []  # stored only if the inquiry finds a fault
+        self._by_worker: dict[str, list[int]] = {}
+        for number, each in enumerate(self.ranks):
+            self._by_worker.setdefault(each.worker, []).append(number)
         self._outside = len(self.ranks)  # ranks that have not entered the workload
         self._noticed_at = 0.0
         self._saved_at: float | None = None  # when the newest checkpoint of this attempt arrived
         self._quiet = ""  # for how long a rank has not reported, as shown
         self._connected_at = self._checked_at = now.monotonic
+
+    @property
+    def phase(self) -> Phase:
+        """What the attempt does; it never goes back."""
+        if self.running == 0:
+            return Phase.OVER
+        if self.stop_until is not None:
+            return Phase.STOPPING
+        if self.faults:
+            return Phase.SETTLING
+        return Phase.SAVING if self.ordered else Phase.STARTING if self._outside else Phase.RUNNING
 
     @property
     def over(self) -> bool:
@@ -107,7 +133,7 @@ class Attempt:
 
     @property
     def stopping(self) -> bool:
-        """Whether the ranks are being stopped."""
+        """Whether the ranks are being stopped, or have been."""
         return self.stop_until is not None
 
     @property
@@ -140,12 +166,12 @@ class Attempt:
         self._now, self._time_ns = now
         self._submit([rank for rank in self.ranks if rank.worker == self.ranks[0].worker])
 
-    def handle(self, message: inbox.Message, now: Moment) -> None:
+    def on_message(self, message: inbox.Message, now: Moment) -> None:
         """Handle a message. Every message is accepted at any time."""
         self._now, self._time_ns = now
         match message:
-            case Notice():
-                self._on_notice(message)
+            case News():
+                self._on_news(message)
             case inbox.TaskFailed(attempt, rank, text):
                 if attempt == self.number and rank < len(self.ranks):
                     self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
@@ -172,11 +198,11 @@ class Attempt:
                 self._on_lost_file(message)
         self._conclude_inquiry()
 
-    def tick(self, now: Moment, *, connected: bool, worker_fault: str | None, read_until: float | None) -> None:
+    def on_tick(self, now: Moment, *, connected: bool, worker_fault: str | None, read_until: float) -> None:
         """Find out what happens without a message: silence, the end of the scheduler or of our worker, deadlines.
 
         worker_fault: why a worker process that the driver itself started has ended. read_until: all messages that had
-        arrived at this time (monotonic seconds) have been read; None if that is not known.
+        arrived at this time (monotonic seconds) have been read.
         """
         self._now, self._time_ns = now
         slept_s, self._checked_at = self._now - self._checked_at, self._now
@@ -190,54 +216,47 @@ class Attempt:
         if slept_s > _SUSPENDED_S:
             for rank in self.ranks:
                 rank.activity.skip(slept_s, self._now)
-        if read_until is not None:
-            self._check_silence(read_until)
-            self._suspect(read_until)
+        self._check_silence(read_until)
+        self._suspect(read_until)
         self._check_deadlines()
         self._conclude_inquiry()
 
     # --- messages of workers, and events of ranks ---
 
-    def _on_notice(self, notice: Notice) -> None:
-        rank = notice.rank
-        if notice.attempt != self.number:
+    def _on_news(self, news: News) -> None:
+        if news.attempt != self.number:
             return  # of an earlier attempt
-        if rank >= len(self.ranks):
-            self.workers.reject(f"{notice.kind}: there is no rank {rank}")
+        of_worker = self._by_worker.get(news.worker, ())
+        if not of_worker or any(part.rank not in of_worker for part in news.ranks):
+            self.workers.reject(f"news of {news.worker} about ranks that it does not have")
             return
-        activity = self.ranks[rank].activity
-        activity.noticed(self._now)
-        match notice:
-            case worker_notices.Growth() | RankExit():
-                if activity.grew(notice.log_size, self._now):
-                    self.recorder.display.log_grew(rank)
-            case worker_notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
-                if cpu_s is not None:
-                    self.watchdog.on_cpu(activity, cpu_s, self._now)
-                if gpu_percent is not None:
-                    activity.used_gpu(gpu_percent, self._now)
-        match notice:
-            case worker_notices.Growth(log_size=log_size, events_size=events_size):
-                self.output.read(rank, log_size, events_size, lambda found, error: self._take(rank, found, error))
-            case RankExit(log_size=log_size, events_size=events_size):
-                ended = notice
-                self.output.read(
-                    rank, log_size, events_size, lambda found, error: self._take(rank, found, error, ended)
-                )
-            case worker_notices.OutputBytes():
-                self.output.receive(notice, lambda found, error: self._take(rank, found, error))
-            case worker_notices.StoreOpened(port=port) if rank == 0:
-                # While the group is stopping, ranks that were not submitted are already lost.
-                self._submit([each for each in self.ranks if not each.submitted_at and not each.over], port)
-            case worker_notices.SystemSample():
-                self.recorder.system(notice)
-            case worker_notices.Broken(message=text):
-                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
-            case worker_notices.Leaving():
-                place = self.ranks[rank].place
-                self.leaving = True
-                self.workers.avoid(place.slot.worker)
-                self._preempt(f"the worker on host {place.host} was sent SIGTERM")
+        for number in of_worker:
+            self.ranks[number].activity.noticed(self._now)
+        if news.store_port and 0 in of_worker:
+            # While the group is stopping, ranks that were not submitted are already lost.
+            self._submit([each for each in self.ranks if not each.submitted_at and not each.over], news.store_port)
+        for part in news.ranks:
+            self._on_rank_news(part)
+        if news.sample is not None:
+            self.recorder.system(news.sample)
+        if news.leaving:
+            place = self.ranks[of_worker[0]].place
+            self.leaving = True
+            self.workers.avoid(news.worker)
+            self._preempt(f"the worker on host {place.host} was sent SIGTERM")
+
+    def _on_rank_news(self, news: RankNews) -> None:
+        rank, activity = news.rank, self.ranks[news.rank].activity
+        if activity.grew(news.log_size, self._now):
+            self.recorder.display.log_grew(rank)
+        if news.cpu_s is not None:
+            self.watchdog.on_cpu(activity, news.cpu_s, self._now)
+        if news.gpu_percent is not None:
+            activity.used_gpu(news.gpu_percent, self._now)
+        if news.broken:
+            self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, news.broken))
+        else:
+            self.output.read(news, lambda found, error: self._take(rank, found, error, news.ended))
 
     def _submit(self, chosen: Sequence[Rank], port: int = 0) -> None:
         """Start ranks: those of rank 0's worker, which opens the store, or all others, which join it on `port`."""
@@ -344,7 +363,7 @@ class Attempt:
             self._stop(deadlines.at_once_s(self.ranks[0].spec))
         elif rank.fault is None and not self.stopping:
             where = "after the end of its main thread" if had_finished else "in the middle of the workload"
-            rank.fault = failure_fault.from_exit(ended, where)
+            rank.fault = failure_fault.from_exit(number, ended, where)
             self._add_fault(rank.fault)
         if not was_over:
             self._record_end(rank)
@@ -426,7 +445,7 @@ class Attempt:
             self.recorder.warn(f"{was_sent(signum)}, and no rank is in the workload: {name} has no effect")
 
     def _on_signal(self, signum: int, *, kills: bool = False) -> None:
-        self.signals = _LAST_SIGNAL if kills else self.signals + 1
+        self.signals = LAST_SIGNAL if kills else self.signals + 1
         if self.signals == 1 and self.stopping and not self.over:
             self.signals = 2  # the ranks cannot save any more
         self.signum = signum
@@ -436,7 +455,7 @@ class Attempt:
             self._preempt(was_sent(signum), signum)
         else:
             self.notice = None
-            kills = self.signals >= _LAST_SIGNAL
+            kills = self.signals >= LAST_SIGNAL
             self.recorder.status("killing the ranks" if kills else "stopping (again: kills the ranks)")
             self._stop(0.0 if kills else self.grace_s)
 
@@ -562,7 +581,9 @@ class Attempt:
         if self._is_due(self.spare_until):
             self.spare_until = None
             if (cause := self.cause()) is not None:
-                self.recorder.show_cause(cause)  # the end of the run, which names it, is not near
+                self.recorder.show_cause(
+                    cause, describe_fault(cause, self.ranks)
+                )  # the end of the run, which names it, is not near
             self._stop(self.grace_s)
         if self._is_due(self.stop_until):
             for rank in self.ranks:

@@ -14,9 +14,9 @@ from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.config.run_config import FailureConfig
 from ddptrain.config.wording import counted
 from ddptrain.driver import inbox
-from ddptrain.driver.attempt import Attempt, Moment
+from ddptrain.driver.attempt import LAST_SIGNAL, Attempt, Moment
 from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind
-from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
+from ddptrain.driver.failure.run_end import RunEnd, describe_fault, judge_attempt
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
@@ -88,10 +88,13 @@ class Attempts:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
                     if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.line:
-                        self.recorder.show_cause(end.fault)  # the run ends for another reason, such as a signal
+                        # The run ends for another reason, such as a signal.
+                        self.recorder.show_cause(end.fault, describe_fault(end.fault, end.ranks))
                     return run_end
                 case Restart() as again:
-                    self.recorder.attempt_over(end.fault)
+                    if end.fault is not None:
+                        self.recorder.show_cause(end.fault, describe_fault(end.fault, end.ranks))
+                    self.recorder.attempt_over()
                     self._prepare_another(again, leaving=end.leaving)
 
     def _warn_of_rejected(self) -> None:
@@ -116,7 +119,8 @@ class Attempts:
             start = f"with the checkpoint of {self.checkpoint.description}"
         elif self.config.script is not None:  # the driver does not see state that a script has saved itself
             start = "the script starts again"
-        self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
+        pause = f" in {again.pause_s:g} s" if again.pause_s else ""
+        self.recorder.warn(f"starting the ranks again{pause}, {start} ({again.count})")
         self.signals.pause(again.pause_s)
         self.of.cluster.replace_workers(leaving=leaving)
 
@@ -176,7 +180,7 @@ class Attempts:
         limits = new_watchdog(settings.hang_timeout_s, start_timeout_s), start_timeout_s, settings.lost_after_s
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, *limits, now())
         try:
-            return AttemptLoop(attempt, workers, transfer, inbox, self.of.cluster.worker_fault).run()
+            return AttemptLoop(attempt, inbox, self.of.cluster.worker_fault).run()
         except BaseException:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
@@ -200,29 +204,22 @@ _TICK_S_PER_RANK = 0.0005  # added for each rank, because each check reads the s
 _MAX_TICK_S = 1.0
 _SILENCE = 10  # times lost_after_s: a transfer that moves no byte for so long has failed
 _SHOWN_AFTER_S = 3.0  # the wait for transfers, when the ranks have ended
-_LAST_SIGNAL = 3  # the signal that kills the ranks
 _WHY_LOST_S = 0.1  # from the end of a worker's connection until the exit status of its process is known
 
 
 class AttemptLoop:
     """Starts the ranks of an attempt and watches them until all have ended."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        worker_group: Workers,
-        transfer: TransferQueue,
-        inbox: Inbox,
-        worker_fault: Callable[[], str | None],
-    ) -> None:
-        self.attempt, self.worker_group, self.transfer, self.inbox = attempt, worker_group, transfer, inbox
-        self.worker_fault = worker_fault
-        self.recorder = attempt.recorder
+    def __init__(self, attempt: Attempt, inbox: Inbox, worker_fault: Callable[[], str | None]) -> None:
+        self.attempt, self.inbox, self.worker_fault = attempt, inbox, worker_fault
+        self.workers, self.transfer, self.recorder = attempt.workers, attempt.transfer, attempt.recorder
         self._silence_s = _SILENCE * attempt.lost_after_s
-        self._ticked_at = 0.0
-        self._why_lost_until = 0.0
-        self._marked = False  # a ReadMark is in the inbox
         self._tick_s = min(len(attempt.ranks) * _TICK_S_PER_RANK, _MAX_TICK_S)
+        self._ticked_at = self._why_lost_until = 0.0
+        # All messages that had arrived at _read_until have been read. Of those that were there at _counted_at, _unread
+        # are left: silence must be judged even if the inbox is never empty.
+        self._read_until = self._counted_at = 0.0
+        self._unread = 0
 
     def run(self) -> AttemptEnd:
         """Start rank 0, the other ranks when its store is open, and watch until all ranks have ended or are lost."""
@@ -240,7 +237,7 @@ class AttemptLoop:
         Return what a signal has prevented from being saved, as text; "" for nothing. What is silent for too long is a
         fault.
         """
-        enough = max(2, min(self.attempt.signals + 1, _LAST_SIGNAL))  # the first signal asks to save
+        enough = max(2, min(self.attempt.signals + 1, LAST_SIGNAL))  # the first signal asks to save
         show_at: float | None = time.monotonic() + _SHOWN_AFTER_S
         while self.attempt.transfers > 0:
             if self.attempt.signals >= enough:
@@ -250,7 +247,7 @@ class AttemptLoop:
             if self.transfer.silent_s > self._silence_s:
                 error = TimeoutError(f"no byte was moved for {self._silence_s:g} s")
                 for each in list(self.transfer.pending):
-                    self.attempt.handle(inbox.ArtifactFailed(each.rank, each.what, error, each.vital), now())
+                    self.attempt.on_message(inbox.ArtifactFailed(each.rank, each.what, error, each.vital), now())
                 self.transfer.give_up()
                 break
             if show_at is not None and time.monotonic() > show_at:
@@ -268,15 +265,15 @@ class AttemptLoop:
             message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
-        if isinstance(message, inbox.ReadMark):
-            self._marked = False
-            self._look(message.put_at)
-            return
-        if isinstance(message, inbox.WorkerLost):
-            if self.worker_group.has(message.address):
-                return  # it was lost before this attempt, and is back
-            message = dataclasses.replace(message, reason=self._why_lost(message.address))
-        self.attempt.handle(message, now())
+        if not isinstance(message, inbox.WorkerLost):
+            self.attempt.on_message(message, now())
+        elif not self.workers.has(message.address):  # else it was lost before this attempt, and is back
+            lost = dataclasses.replace(message, reason=self._why_lost(message.address))
+            self.attempt.on_message(lost, now())
+        self._unread -= 1
+        if self._unread <= 0:
+            self._read_until = self._counted_at
+            self._counted_at, self._unread = time.monotonic(), self.inbox.qsize()
 
     def _tick(self) -> None:
         """Check what sends no messages if it is time: at once if a deadline has passed, else at intervals, preferably
@@ -288,14 +285,11 @@ class AttemptLoop:
             return
         self._ticked_at = at
         self.recorder.flush()
-        if not is_empty and not self._marked:  # silence must be judged even if the inbox is never empty
-            self._marked = True
-            self.inbox.put(inbox.ReadMark(at))
-        self._look(at if is_empty else None)
-
-    def _look(self, read_until: float | None) -> None:
-        connected, fault = self.worker_group.connected, self.worker_fault()
-        self.attempt.tick(now(), connected=connected, worker_fault=fault, read_until=read_until)
+        if is_empty:
+            self._read_until = self._counted_at = at
+            self._unread = 0
+        connected, fault = self.workers.connected, self.worker_fault()
+        self.attempt.on_tick(now(), connected=connected, worker_fault=fault, read_until=self._read_until)
 
     def _why_lost(self, address: str) -> str:
         """Return why the driver's own worker process has ended; "" for other workers, or if it still runs.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ddptrain.errors import DdptrainError
-from ddptrain.protocol.worker_notices import Notice
+from ddptrain.protocol.news import News
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +92,8 @@ class OutputFetched:
     read: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadMark:
-    """The loop puts it into an inbox that is never empty: all earlier messages have been read when it is read."""
-
-    put_at: float
-
-
 Message = (
-    Notice
+    News
     | TaskFailed
     | WorkerLost
     | SignalReceived
@@ -109,6 +102,5 @@ Message = (
     | ArtifactRetried
     | ResultsLost
     | OutputFetched
-    | ReadMark
 )
 Inbox = queue.SimpleQueue[Message]

@@ -42,8 +42,10 @@ class InstalledObservers:
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Pass the event on."""
-        self._inbox.put(event)
-        if event["event"] == "run_started" and self._thread.ident is None:
+        is_new = self._thread.ident is None
+        if is_new or self._thread.is_alive():  # else there are no observers
+            self._inbox.put(event)
+        if is_new and event["event"] == "run_started":
             self._thread.start()
 
     def on_end(self, run: RunView) -> None:

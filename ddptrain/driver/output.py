@@ -2,7 +2,7 @@
 
 On a shared file system the log in the run directory is a hard link to the rank's own file: no copy is needed, and it is
 complete even if the driver is killed. If the link is not possible, the file is read as it grows. From other hosts the
-bytes come in notices, and missing ones are fetched from the rank's spool.
+bytes come in news, and missing ones are fetched from the rank's spool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddptrain.driver.inbox import Inbox, OutputFetched
 from ddptrain.driver.ranks import Rank
 from ddptrain.driver.transfer.transfer_queue import Fetch, Source
 from ddptrain.protocol import events
-from ddptrain.protocol.worker_notices import OutputBytes
+from ddptrain.protocol.news import RankNews
 from ddptrain.results import secure_files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, rank_spool, read_chunk
 
@@ -53,13 +53,10 @@ class RankOutput:
         ]
         self._fetching: dict[int, list[Callable[[], None]]] = {}  # rank -> what waits for its missing bytes
 
-    def read(self, rank: int, log_size: int, events_size: int, take: Take) -> None:
-        """Read a rank's files up to these sizes; call `take` with the new events, maybe later."""
-        self._read(rank, [("events", events_size, b""), ("log", log_size, b"")], take)
-
-    def receive(self, output: OutputBytes, take: Take) -> None:
-        """Add the bytes of a notice; call `take` with the new events, maybe later."""
-        self._read(output.rank, [(output.stream, output.offset, output.data)], take)
+    def read(self, news: RankNews, take: Take) -> None:
+        """Read a rank's files up to the sizes in the news; call `take` with the new events, maybe later."""
+        sizes = ("events", news.events_size, news.events), ("log", news.log_size, news.log)
+        self._read(news.rank, [(stream, size - len(data), data) for stream, size, data in sizes], take)
 
     def rest(self, rank: int) -> Iterator[events.Event]:
         """Return the events that can still be read of a lost rank."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.plugin_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
@@ -22,12 +21,11 @@ from ddptrain.protocol.code_digest import inode_digest, move_path
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
-    Checkpointing,
     Code,
     Placement,
     ProcessGroup,
     RankSpec,
-    Supervision,
+    sections,
 )
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
@@ -70,7 +68,7 @@ class RankSpecs:
                 template,
                 rank=place.rank,
                 placement=placement,
-                checkpointing=dataclasses.replace(template.checkpointing, resume_from=folder),
+                resume_from=folder,
                 code=dataclasses.replace(template.code, inputs=prepared),
                 tracking=self.tracking.of(place),
             )
@@ -91,13 +89,11 @@ class RankSpecs:
             run_id=self.of.writer.run_id,
             attempt=attempt,
             rank=0,
+            config=rank_sections(config, profile=self.of.options.evaluation is None),
             placement=placement,
             group=process_group(config, places),
-            checkpointing=dataclasses.replace(checkpointing(config), resume_step=resume_step),
+            resume_step=resume_step,
             code=dataclasses.replace(code(self.of.resolved), full_traceback=self.of.options.full_traceback),
-            supervision=supervision(config),
-            prepare=config.prepare.model_dump(),
-            profile=config.profile.spec if config.profile is not None and self.of.options.evaluation is None else None,
             env={**shell, **self.tracking.env, **config.env},
         )
 
@@ -134,6 +130,12 @@ class RankSpecs:
             dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
             for spec, root in zip(specs, shipped.roots, strict=True)
         ]
+
+
+def rank_sections(config: RunConfig, *, profile: bool = True) -> RunConfig:
+    """Return the sections of the configuration as ranks get them. `profile`: whether the ranks record what it says."""
+    raw = config.model_dump(mode="json", exclude={"params", "env"})
+    return sections(raw if profile else {**raw, "profile": None})
 
 
 def all_placements(places: Sequence[RankPlace], *, use_gpu: bool) -> list[Placement]:
@@ -184,23 +186,6 @@ def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGrou
             )
         backend = "nccl" if on_gpus and not any(place.gpu.startswith("MIG-") for place in places) else "gloo"
     return ProcessGroup(backend, config.dist.timeout_s or DIST_TIMEOUTS_S[backend], places[0].slot.host)
-
-
-def checkpointing(config: RunConfig) -> Checkpointing:
-    """Return the checkpoint settings of a rank that starts from no checkpoint."""
-    chosen = config.checkpoint
-    intervals = chosen.every_epochs, chosen.every_steps, chosen.every_s
-    return Checkpointing(*intervals, chosen.asynchronous)
-
-
-def supervision(config: RunConfig) -> Supervision:
-    """Return the part of the failure policy that workers and ranks apply."""
-    failure = config.failure
-    return Supervision(
-        failure.grace_s,
-        alive_s(failure.hang_timeout_s, failure.lost_after_s),
-        failure.max_restarts,
-    )
 
 
 def code(resolved: ResolvedConfig) -> Code:

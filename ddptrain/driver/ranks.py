@@ -13,8 +13,8 @@ from ddptrain.driver.failure.fault import Fault
 from ddptrain.errors import DdptrainError
 from ddptrain.host_identity import file_view
 from ddptrain.protocol import events
+from ddptrain.protocol.news import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
 
 if TYPE_CHECKING:

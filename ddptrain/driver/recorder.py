@@ -21,7 +21,7 @@ from ddptrain.driver.observers import RunObserver
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.results.run_record import (
     EnvironmentValue,
     NotFiniteRecord,
@@ -246,20 +246,18 @@ class Recorder:
         self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
         self._failed = self._failed or not fault.victim
 
-    def attempt_over(self, cause: Fault | None) -> None:
-        """Prepare for another attempt: show the root cause if it was not shown."""
-        if cause is not None:
-            self.show_cause(cause)
+    def attempt_over(self) -> None:
+        """Prepare for another attempt."""
         self._failed, self._shown, self._is_finite = False, None, True
         self._slow_ranks, self._is_slow_shown = None, False
         self._paces.clear()
         self.writer.set_progress(None)
 
-    def show_cause(self, fault: Fault) -> None:
-        """Show the root cause of an attempt, once."""
+    def show_cause(self, fault: Fault, text: str) -> None:
+        """Show the root cause of an attempt as `text`, once."""
         if self._shown is None or self._shown.line != fault.line:
             self._shown = fault
-            self.notice(f"rank {fault.rank} {fault.verb}: {fault.line}", "error")
+            self.notice(text, "error")
 
     def system(self, sample: SystemSample) -> None:
         """Record and show the use of a host and its ranks."""

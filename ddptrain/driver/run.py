@@ -37,8 +37,8 @@ from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.news import describe_status
 from ddptrain.protocol.rank_spec import FILE as WEIGHTS
-from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log

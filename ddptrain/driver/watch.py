@@ -10,7 +10,7 @@ from ddptrain.driver.display import RunDisplay, open_display
 from ddptrain.driver.display.summary import exit_code_of, finished_event, summary_lines
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import MetricsReader, json_object
@@ -126,5 +126,5 @@ class _Feed:
             use = line.values
         else:
             ranks = {**ranks, str(line.rank): line.values}
-        self._samples[line.host] = SystemSample(1, line.rank or 0, int(line.time_s * 1e9), line.host, use, ranks)
+        self._samples[line.host] = SystemSample(line.rank or 0, int(line.time_s * 1e9), line.host, use, ranks)
         self._display.system(self._samples[line.host])

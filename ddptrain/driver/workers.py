@@ -14,7 +14,6 @@ import time
 import uuid
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,17 +32,16 @@ from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import sha256
-from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
+from ddptrain.protocol.news import NewsError, decode
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
-_MOST_LOGGED = 10  # rejected notices
+_MOST_LOGGED = 10  # rejected messages
 _SUBSCRIBE_S = 10.0
 _PING_S = 0.05
 _AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
-_ANSWER_S = 120.0  # for the answer of a worker that has no rank any more
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
 _log = log.Log(__name__)
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
@@ -90,9 +88,6 @@ class Workers:
         self._topic = rank_task.topic(run_id)
         self._workers: set[str] = set()
         self._avoided: set[str] = set()
-        self._worker_of: dict[int, str] = {}
-        self._heard: Counter[str] = Counter()  # notices, by worker
-        self._given: concurrent.futures.Future[Any] | None = None  # the request that sends the specs of an attempt
         self.rejected = 0
         self.first_rejected = ""
 
@@ -181,8 +176,8 @@ class Workers:
         return about
 
     def subscribe(self) -> None:
-        """Receive the run's notices and the losses of workers from now on. Raises ClusterError after 10 s."""
-        self.client.subscribe_topic(self._topic, weakly(self._on_notice))  # Dask never forgets a handler
+        """Receive news of the run's workers, and their losses, from now on. Raises ClusterError after 10 s."""
+        self.client.subscribe_topic(self._topic, weakly(self._on_news))  # Dask never forgets a handler
         self.client.subscribe_topic(log.topic(self.run_id), lambda event: log.unpack(event[1]))
         self._news.add(self.run_id, self._on_all)
         deadline = time.monotonic() + _SUBSCRIBE_S
@@ -192,25 +187,23 @@ class Workers:
             self.client.log_event(self._topic, {"ping": self._ping})
             self._echoed.wait(_PING_S)
 
-    def _on_notice(self, event: tuple[float, object]) -> None:
+    def _on_news(self, event: tuple[float, object]) -> None:
         message = event[1]
         if isinstance(message, Mapping) and "ping" in message:
             if message["ping"] == self._ping:
                 self._echoed.set()
             return
-        for notice in worker_notices.decode_all(message):
-            if isinstance(notice, worker_notices.NoticeError):
-                self.reject(str(notice))
-                continue
-            self._heard[self._worker_of.get(notice.rank, "")] += 1
-            self.inbox.put(notice)
+        try:
+            self.inbox.put(decode(message))
+        except NewsError as error:
+            self.reject(str(error))
 
     def reject(self, reason: str) -> None:
         """Count a message of a worker that is not valid."""
         self.rejected += 1
         self.first_rejected = self.first_rejected or reason
         if self.rejected <= _MOST_LOGGED:
-            _log.info("notice rejected", reason=reason)
+            _log.info("message rejected", reason=reason)
 
     def _on_all(self, event: tuple[float, Any]) -> None:
         message = event[1]
@@ -237,14 +230,13 @@ class Workers:
             asynchronous=True,
             on_error="return",
         )
-        self._given = send(self.client, run)
+        send(self.client, run)
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
         """Start these ranks in their slots, by one task for each worker."""
         by_worker: dict[str, list[RankSpec]] = {}
         for spec, slot in zip(specs, chosen, strict=True):
             by_worker.setdefault(slot.worker, []).append(spec)
-            self._worker_of[spec.rank] = slot.worker
             _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
         counted = {slot.worker for slot in chosen if slot.counted}
         tasks = [
@@ -318,16 +310,18 @@ class Workers:
         self._order(driver_calls.send_command, [spec.key for spec in specs], str(command))
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
-        """Return bytes of a file in a worker's spool, through the scheduler. Raises ClusterError if they can't be read.
+        """Return bytes of a file in a worker's spool, through the scheduler. Waits until they are here or it is lost.
 
-        A worker that is silent for too long meanwhile is lost, and a message in the inbox says so.
+        Raises ClusterError if they can't be read.
         """
         try:
             if not self.has(worker):
                 raise ConnectionError("it is lost")
             return self._answered(worker, driver_calls.read_spool, self.run_id, str(path), offset, size_bytes)
         except Exception as error:  # a worker's own exception arrives as it was raised there
-            self._check_on(worker, error)
+            deadline = time.monotonic() + _LOSS_S
+            while self.has(worker) and time.monotonic() < deadline:  # the message that it is lost is sent later
+                time.sleep(0.01)
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
 
     def _answered(self, worker: str, function: Callable[..., Any], *arguments: object) -> bytes:
@@ -336,33 +330,17 @@ class Workers:
         while True:
             run = self.client.run(function, *arguments, workers=[worker], asynchronous=True)
             try:
-                answer = wait_for_answer(
-                    self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker]
-                )
-                return bytes(answer[worker])
+                asked = send(self.client, run)
+                while not concurrent.futures.wait([asked], _POLL_S).done:
+                    if not self.has(worker):  # without news for lost_after_s, the attempt has given it up
+                        asked.cancel()
+                        raise ConnectionError("it is lost")
+                return bytes(asked.result()[worker])
             except OSError as error:
                 late = time.monotonic() > deadline or not self.has(worker) or not self.connected
                 if late or not _of_network(error):
                     raise
             time.sleep(_AGAIN_S)
-
-    def _patience_s(self, worker: str) -> float:
-        """Return how many seconds to wait for a worker's answer without a notice about any of its ranks."""
-        if not self.has(worker):
-            return 0.0
-        has_ranks = any(
-            self._worker_of[rank] == worker for rank, future in [*self.futures.items()] if not future.done()
-        )
-        return self.lost_after_s if has_ranks else max(_ANSWER_S, self.lost_after_s)
-
-    def _check_on(self, worker: str, error: Exception) -> None:
-        """Note the loss of a worker that an error may mean, before the error itself is reported."""
-        if isinstance(error, TimeoutError) and self.has(worker):
-            self.forget(worker)
-            self.inbox.put(WorkerLost(worker))
-        deadline = time.monotonic() + _LOSS_S
-        while self.has(worker) and time.monotonic() < deadline:
-            time.sleep(0.01)
 
     def close(self) -> None:
         """Release the tasks, which ends whatever still runs, and the slots, which removes the run from the cluster."""
@@ -373,7 +351,7 @@ class Workers:
         self.end_attempt()
         with contextlib.suppress(Exception):  # as above
             asked = self.client.run_on_scheduler(slots.release, self.run_id, client=self.client.id, asynchronous=True)
-            wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
+            send(self.client, asked).result(_RELEASE_S)
 
     def end_attempt(self) -> None:
         """Release the tasks of an attempt, which ends whatever still runs. The slots stay for the next attempt."""
@@ -496,25 +474,7 @@ def weakly(method: Handler) -> Handler:
     return call
 
 
-# --- answers of a Dask cluster with a limit: a worker can be cut off, and a scheduler can hang ---
-
-
-def wait_for_answer(
-    client: Client, question: Question, patience_s: Callable[[], float], heard: Callable[[], int]
-) -> Any:
-    """Wait for the answer until `heard` (a growing count) has not changed for `patience_s` (0: end at once).
-
-    Raises TimeoutError, and any exception of the question.
-    """
-    asked = send(client, question)
-    last, silent_s = heard(), 0.0
-    while not concurrent.futures.wait([asked], _POLL_S).done:
-        # The time is counted, not read from a clock, because this process may have been suspended itself.
-        last, silent_s = (last, silent_s + _POLL_S) if heard() == last else (heard(), 0.0)
-        if silent_s >= patience_s():
-            asked.cancel()
-            raise TimeoutError(f"no answer and no message for {silent_s:.0f} s")
-    return asked.result()
+# --- calls of the cluster ---
 
 
 def send(client: Client, question: Question) -> concurrent.futures.Future[Any]:

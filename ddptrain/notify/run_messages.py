@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
     from ddptrain.results.lookup import RunView
 
-_TIMEOUT_S = 20.0  # for all servers together
 _ALERTS_EVERY_S = 60.0  # alerts in this time after a message are sent together
 _MOST_ALERTS = 20  # in one message
 
@@ -81,6 +80,6 @@ class RunMessages:
 
     def _send(self, title: str, blocks: Sequence[str], kind: Kind) -> None:
         message = Message(shorten(f"{clean_line(self._name)}: {title}", 120), "\n\n".join(blocks), kind)
-        for delivery in send(message, self._settings.urls, timeout_s=_TIMEOUT_S, secrets=self._secrets):
+        for delivery in send(message, self._settings.urls, secrets=self._secrets):
             if delivery.warning:
                 print(f"ddptrain: warning: {sanitized(delivery.warning)}", file=sys.stderr, flush=True)

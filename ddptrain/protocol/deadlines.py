@@ -13,7 +13,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ddptrain.protocol.rank_spec import RankSpec
+
+if TYPE_CHECKING:
+    from ddptrain.config.run_config import FailureConfig
 
 # The driver, after a fault.
 SETTLE_S = 0.15  # after the first fault, because an earlier fault of another rank may still arrive
@@ -26,6 +31,7 @@ _HUNG_S = 2.0  # for ranks that hang
 _TRACKERS_S = 10.0  # for the trackers of such ranks to report the end
 
 # The worker.
+_ALIVE_S = 2.0  # the longest time between two messages of a worker
 RELEASED_GRACE_S = 5.0  # the longest grace period of ranks whose driver has ended, because other runs wait for the slot
 LEAVE_MARGIN_S = 5.0  # after the ranks' grace period, for downloads by the driver
 STORE_LOST_GRACE_S = 2.0  # for a rank to complete its checkpoint after its store has died
@@ -42,14 +48,20 @@ UPLOAD_S = 900.0  # for the last uploads to an object store
 
 def preempt_s(spec: RankSpec) -> float:
     """Return the time in which ranks must save after a preemption notice; `spec` is rank 0's."""
-    return spec.supervision.grace_s - min(STOP_MARGIN_S, spec.supervision.grace_s / 4)
+    return spec.config.failure.grace_s - min(STOP_MARGIN_S, spec.config.failure.grace_s / 4)
 
 
 def at_once_s(spec: RankSpec) -> float:
     """Return the grace period of ranks that have nothing to save; `spec` is rank 0's."""
-    return min(_TRACKERS_S, spec.supervision.grace_s) if spec.tracking else _AT_ONCE_S
+    return min(_TRACKERS_S, spec.config.failure.grace_s) if spec.tracking else _AT_ONCE_S
 
 
 def hung_s(spec: RankSpec) -> float:
     """Return the grace period of ranks that hang; `spec` is rank 0's."""
-    return min(_TRACKERS_S if spec.tracking else _HUNG_S, spec.supervision.grace_s)
+    return min(_TRACKERS_S if spec.tracking else _HUNG_S, spec.config.failure.grace_s)
+
+
+def alive_s(failure: FailureConfig) -> float:
+    """Return the seconds between two messages of a worker about ranks that are silent: short enough for both limits."""
+    limit_s = failure.hang_timeout_s if isinstance(failure.hang_timeout_s, float) else failure.lost_after_s
+    return min(_ALIVE_S, failure.lost_after_s / 4, limit_s / 4)

@@ -28,15 +28,22 @@ class EventFormatError(ValueError):
     """The line is not a valid event."""
 
 
-class _Int64:
-    """Makes pydantic refuse integers that a float or a C library could not hold."""
+class Schema:
+    """A check of pydantic's for Annotated[...]: the fields of pydantic_core's schema. Needs no import of pydantic."""
 
-    @staticmethod
-    def __get_pydantic_core_schema__(source: object, handler: object) -> dict[str, object]:
-        return {"type": "int", "strict": True, "ge": -(2**63), "lt": 2**64}
+    def __init__(self, **schema: object) -> None:
+        self.schema = schema
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        return self.schema
 
 
-_Int = Annotated[int, _Int64]
+def Between(low: int, high: int) -> Schema:  # noqa: N802  # used as a type's annotation
+    """Accepts integers from `low` to `high`; no numbers of other types, and no bool."""
+    return Schema(type="int", strict=True, ge=low, le=high)
+
+
+_Int = Annotated[int, Between(-(2**63), 2**64 - 1)]  # larger ones would not fit into a float
 _STRICT = {"strict": True, "extra": "ignore"}  # pydantic's
 
 

@@ -9,11 +9,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ddptrain import __version__
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
+
+if TYPE_CHECKING:
+    from ddptrain.config.run_config import RunConfig
 
 LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
@@ -84,21 +88,6 @@ class ProcessGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointing:
-    """When and how a rank saves.
-
-    `resume_from` is the folder of the checkpoint to load, that of step `resume_step`; "" to start from scratch.
-    """
-
-    every_epochs: int | None = None
-    every_steps: int | None = None
-    every_s: float | None = None
-    asynchronous: bool = True
-    resume_from: str = ""
-    resume_step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Code:
     """What the rank executes: a function (`workload`, called with `params`) or a program.
 
@@ -125,19 +114,6 @@ class Code:
     def is_script(self) -> bool:
         """Whether the rank is a program of its own, not a function."""
         return bool(self.script or self.module)
-
-
-@dataclass(frozen=True, slots=True)
-class Supervision:
-    """The part of the failure policy that the worker and the rank need.
-
-    `grace_s` is the time between SIGTERM and SIGKILL. If the rank sends nothing for `alive_s`, its worker reports that
-    the rank is alive.
-    """
-
-    grace_s: float
-    alive_s: float = 2.0
-    max_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,24 +193,31 @@ class HostSettings:
 class RankSpec:
     """Everything that one rank needs to run.
 
-    `env` are the environment variables of the run; the worker adds the rest. `env` and `tracking` may contain secrets,
-    so repr omits them. `prepare` are the arguments of ctx.prepare, `profile` the steps to record (see
-    config/run_config.py).
+    `config` has the sections of the configuration, as `spec.config.failure.nan`: plain values, without the methods and
+    properties of config/run_config.py, whose import would delay a rank that starts cold by some tenths of a second.
+    `env` and `params` are not among them, because `env` and `code` have those of this rank. `resume_from` is the folder
+    of the checkpoint to load, that of step `resume_step`; "" to start from scratch. `env` are the environment variables
+    of the run; the worker adds the rest. `env` and `tracking` may contain secrets, so repr omits them.
     """
 
     run_id: str
     attempt: int
     rank: int
+    config: RunConfig = field(repr=False)
     placement: Placement
     group: ProcessGroup
-    checkpointing: Checkpointing
     code: Code
-    supervision: Supervision
-    prepare: Mapping[str, Any] = field(default_factory=dict)
-    profile: StepProfile | None = None
+    resume_from: str = ""
+    resume_step: int = 0
     tracking: TrackingSpec | None = field(default=None, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     host: HostSettings = HostSettings()
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """The steps that the configuration asks to record."""
+        found = self.config.profile
+        return StepProfile(found.steps[0], found.steps[1], tuple(found.ranks or ())) if found is not None else None
 
     def with_port(self, port: int) -> RankSpec:
         """Return the spec with the port of the TCPStore."""
@@ -257,8 +240,9 @@ class RankSpec:
         ranks, rank servers and workers start without pydantic, whose import costs 0.1 s.
         """
         try:
-            spec: Self = _decoded(cls, json.loads(text))
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raw = json.loads(text)
+            spec: Self = _decoded(cls, {**raw, "config": sections(raw["config"])})
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ClusterError(
                 f"ddptrain {__version__} in {sys.prefix} can't read the spec of a rank ({error}): driver and workers "
                 "are of different versions; start the cluster again with the driver's"
@@ -269,15 +253,26 @@ class RankSpec:
 _PARTS = {
     "placement": Placement,
     "group": ProcessGroup,
-    "checkpointing": Checkpointing,
     "code": Code,
-    "supervision": Supervision,
-    "profile": StepProfile,
     "tracking": TrackingSpec,
     "trackers": TrackerSpec,
     "host": HostSettings,
 }
-_ENCODER = json.JSONEncoder(default=lambda part: {name: getattr(part, name) for name in part.__dataclass_fields__})
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return (
+        vars(part) if isinstance(part, SimpleNamespace) else {name: getattr(part, name) for name in part.__match_args__}
+    )
+
+
+_ENCODER = json.JSONEncoder(default=_fields)
+
+
+def sections(raw: Mapping[str, Any]) -> RunConfig:
+    """Return the sections of a configuration, from its JSON data, as they are in a spec."""
+    found = {name: SimpleNamespace(**each) if isinstance(each, dict) else each for name, each in raw.items()}
+    return cast("RunConfig", SimpleNamespace(**found))
 
 
 def _decoded(kind: Any, raw: dict[str, Any]) -> Any:

@@ -68,7 +68,7 @@ class Agreement:
         self.notified = False  # whether the notice has arrived, also for a workload that never saves
         self.read_preempted = False  # whether the workload has read ctx.preempted after the notice
         self.complete = False  # whether the last call had last=True
-        self.has_saved = bool(spec.checkpointing.resume_from)  # whether any attempt has saved a checkpoint
+        self.has_saved = bool(spec.resume_from)  # whether any attempt has saved a checkpoint
 
     @property
     def ends_early(self) -> bool:
@@ -106,7 +106,7 @@ class Agreement:
         return due or last or ends, ends
 
     def _is_due(self, number: int, step: int, epoch: float | None) -> bool:
-        when = self._spec.checkpointing
+        when = self._spec.config.checkpoint
         # In every call, so that all ranks read the same keys.
         by_clock = when.every_s is not None and number >= self._next_look and self._look(number, when.every_s)
         before, self.step = self.step, step
@@ -164,7 +164,7 @@ class Agreement:
 
     def _agree(self) -> float:
         """Return the number of the last call; infinity if a rank does not publish its number within grace_s."""
-        deadline = time.monotonic() + self._spec.supervision.grace_s
+        deadline = time.monotonic() + self._spec.config.failure.grace_s
         keys = [self._key(f"end/{rank}") for rank in range(self._world_size)]
         try:
             while not self._store.check(keys):

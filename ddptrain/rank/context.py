@@ -51,7 +51,7 @@ class RankContext:
         self._values = CollectiveValues(spec)
         self._loaders = Loaders()
         self._gradients = GradientSteps(device, is_last_batch=self._loaders.is_at_last_batch)
-        self._gradients.use(spec.prepare.get("precision", "fp32"), spec.prepare.get("accumulate", 1))
+        self._gradients.use(spec.config.prepare.precision, spec.config.prepare.accumulate)
         parts = self._agreement, self._tracked, self._files, self._loaders, self._gradients
         self._checkpoints = Checkpoints(spec, emitter, device, *parts)
 
@@ -98,7 +98,7 @@ class RankContext:
     @property
     def resume_folder(self) -> Path | None:
         """The folder of the checkpoint from which this attempt resumes; None if it starts from scratch."""
-        return Path(self._spec.checkpointing.resume_from) if self._spec.checkpointing.resume_from else None
+        return Path(self._spec.resume_from) if self._spec.resume_from else None
 
     @property
     def preempted(self) -> bool:
@@ -240,11 +240,16 @@ class RankContext:
         options: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
         options |= {"accumulate": accumulate, "strategy": strategy, "shard": shard}
         options |= {"activation_checkpointing": activation_checkpointing}
-        settings = {**self._spec.prepare, **{name: value for name, value in options.items() if value is not None}}
+        settings = {
+            **vars(self._spec.config.prepare),
+            **{name: value for name, value in options.items() if value is not None},
+        }
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
-        prepared = prepare_model(model, self.device, settings, lambda: use_compile_cache(self._spec), **ddp)
+        if settings.get("compile"):
+            use_compile_cache(self._spec)
+        prepared = prepare_model(model, self.device, settings, **ddp)
         self._gradients.attach(prepared)
         return prepared
 

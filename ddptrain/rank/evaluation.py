@@ -41,7 +41,7 @@ class SavedCheckpoint:
 
     def weights(self, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
         """Return the tensors of the model, by name."""
-        from ddptrain.workloads.saved_weights import read_weights
+        from ddptrain.rank.checkpoint.weights import read_weights
 
         return read_weights(self.path, device)
 

@@ -24,9 +24,9 @@ from ddptrain.config.wording import counted
 from ddptrain.errors import CheckpointNotWritten, one_line
 from ddptrain.file_ops import open_append
 from ddptrain.protocol import events
+from ddptrain.protocol.news import describe_status
 from ddptrain.protocol.rank_errors import is_lost_peer, is_time_out
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec
-from ddptrain.protocol.worker_notices import describe_status
 
 if TYPE_CHECKING:
     from ddptrain.rank.output import Emitter

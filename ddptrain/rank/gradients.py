@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 _MAX_SKIPPED = 100  # steps in a row, which reduce the loss scale from 65536 to 5e-26
-
-
-@dataclass(slots=True)
-class _Window:
-    """The accumulation window of an optimizer; `done` is its number of calls of ctx.step."""
-
-    optimizer: Optimizer
-    done: int = 0
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
 class GradientSteps:
@@ -41,7 +29,7 @@ class GradientSteps:
         self._scaler: torch.amp.GradScaler | None = None
         self._scale_is_due = False
         self._skipped_in_a_row = 0
-        self._windows: list[_Window] = []
+        self._done: dict[Optimizer, int] = {}  # the calls of ctx.step in the window of each optimizer
         # Models whose last gradients were not averaged over the ranks. A set would have another order on each rank.
         self._unsynced: dict[DistributedDataParallel, None] = {}
 
@@ -68,26 +56,19 @@ class GradientSteps:
         assert isinstance(model, DistributedDataParallel)
         if not torch.is_grad_enabled():
             return
-        syncs = self._done(model) + 1 >= self.accumulate or self._is_last_batch()
+        own = (done for optimizer, done in self._done.items() if _optimizes(optimizer, model))
+        syncs = next(own, 0) + 1 >= self.accumulate or self._is_last_batch()
         model.require_backward_grad_sync = syncs
         self._unsynced.pop(model, None)
         if not syncs:
             self._unsynced[model] = None
 
-    def _done(self, model: nn.Module) -> int:
-        """Return the number of micro-batches in the window of the model's optimizer."""
-        ids = {id(parameter) for parameter in model.parameters()}
-        for window in self._windows:
-            if any(id(parameter) in ids for parameter in window.parameters()):
-                return window.done
-        return 0
-
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss. Raises RuntimeError if the earlier gradients of the window were deleted."""
-        for window in self._windows:
-            if window.done and all(parameter.grad is None for parameter in window.parameters()):
+        for optimizer, done in self._done.items():
+            if done and all(parameter.grad is None for parameter in _parameters(optimizer)):
                 raise RuntimeError(
-                    f"the gradients of the last {window.done} batches are lost: remove optimizer.zero_grad(), because "
+                    f"the gradients of the last {done} batches are lost: remove optimizer.zero_grad(), because "
                     "ctx.step calls it after each step of the optimizer"
                 )
         self._update_scale()
@@ -98,20 +79,19 @@ class GradientSteps:
 
         Raises FloatingPointError if a gradient was infinite or NaN in 100 steps in a row.
         """
-        window = self._window(optimizer)
-        window.done += 1
-        if window.done < self.accumulate and not last and not self._is_last_batch():
+        done = self._done[optimizer] = self._done.get(optimizer, 0) + 1
+        if done < self.accumulate and not last and not self._is_last_batch():
             return False
-        parameters = window.parameters()
-        for model in [model for model in self._unsynced if _share(model.parameters(), parameters)]:
+        parameters = _parameters(optimizer)
+        for model in [each for each in self._unsynced if _optimizes(optimizer, each)]:
             average_gradients(model)
             del self._unsynced[model]
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if window.done > 1 and self.accumulate > 1 and gradients:
-            torch._foreach_div_(gradients, float(window.done))
-        window.done = 0
+        if done > 1 and self.accumulate > 1 and gradients:
+            torch._foreach_div_(gradients, float(done))
+        self._done[optimizer] = 0
         is_finite = self._scaler is None or bool(nn.utils.get_total_norm(gradients).isfinite())
         if clip is not None and is_finite:
             nn.utils.clip_grad_norm_(parameters, clip)
@@ -123,13 +103,6 @@ class GradientSteps:
         optimizer.zero_grad()
         self._count_skipped(is_finite=is_finite)
         return is_finite
-
-    def _window(self, optimizer: Optimizer) -> _Window:
-        for window in self._windows:
-            if window.optimizer is optimizer:
-                return window
-        self._windows.append(_Window(optimizer))
-        return self._windows[-1]
 
     def _count_skipped(self, *, is_finite: bool) -> None:
         self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
@@ -151,7 +124,7 @@ class GradientSteps:
     @property
     def is_whole(self) -> bool:
         """Whether no optimizer is within its window, so that a checkpoint needs no gradients."""
-        return not any(window.done for window in self._windows)
+        return not any(self._done.values())
 
     def state(self) -> dict[str, Any] | None:
         """Return the state of the scaler for a checkpoint; None without a scaler."""
@@ -181,5 +154,10 @@ def average_gradients(model: DistributedDataParallel) -> None:
         parameter.grad /= dist.get_world_size(group)
 
 
-def _share(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    return not {id(each) for each in some}.isdisjoint(id(each) for each in others)
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _optimizes(optimizer: Optimizer, model: nn.Module) -> bool:
+    ids = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in ids for parameter in _parameters(optimizer))

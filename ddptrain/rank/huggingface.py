@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
 from ddptrain.optional_packages import install_command
 
@@ -23,9 +22,8 @@ except ImportError as error:
         f"ddptrain.HuggingFaceCallback needs transformers and accelerate ({error}): {install_command('huggingface')}"
     ) from error
 
-from ddptrain.protocol.tensor_slices import is_sharded_checkpoint, saved_model
 from ddptrain.rank.checkpoint.files import STATE_FILE
-from ddptrain.workloads.saved_weights import MODEL_FILE, tensor_of
+from ddptrain.rank.checkpoint.weights import MODEL_FILE
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -64,7 +62,7 @@ class HuggingFaceCallback(TrainerCallback):
         """Return the folder for Trainer.train(resume_from_checkpoint=...); None if there is no checkpoint.
 
         Raises:
-            ValueError: the checkpoint was not saved by this callback, or slices of a sharded model are missing.
+            ValueError: the checkpoint was not saved by this callback.
         """
         saved = self._ctx.resume_folder
         if saved is None:
@@ -75,10 +73,7 @@ class HuggingFaceCallback(TrainerCallback):
         self._folder = tempfile.TemporaryDirectory(prefix="ddptrain-resume-")
         folder = Path(self._folder.name)
         (folder / _STATE_FILE).write_text(extra[_STATE], encoding="utf-8")
-        if is_sharded_checkpoint(saved):  # the Trainer reads one file; ctx.resume reads the slices
-            save_file({name: tensor_of(weight) for name, weight in saved_model(saved)[0].items()}, folder / MODEL_FILE)
-        else:
-            (folder / MODEL_FILE).symlink_to(saved.absolute() / MODEL_FILE)
+        (folder / MODEL_FILE).symlink_to(saved.absolute() / MODEL_FILE)
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:

@@ -204,7 +204,7 @@ class RankLifecycle:
             else:
                 self._report_failure(error)
             if self.state == "failed":  # the rank is about to be stopped, so the trackers finish now
-                self.tracked.hurry(self.spec.supervision.grace_s)
+                self.tracked.hurry(self.spec.config.failure.grace_s)
                 self.tracked.end(self.state)
             self._complete_saves()
             raise
@@ -260,7 +260,7 @@ class RankLifecycle:
         """Complete the checkpoint that is being written, after a failure or while the worker group is being stopped."""
         if self.context is not None:
             with contextlib.suppress(Exception):  # the failure has been reported; this must not replace it
-                self.context.close(self.spec.supervision.grace_s, failed=True)
+                self.context.close(self.spec.config.failure.grace_s, failed=True)
 
     def _finish(self) -> None:
         self.emitter.emit(events.Finished(time.time_ns()))
@@ -317,8 +317,7 @@ class RankLifecycle:
         os.register_at_fork(after_in_child=self._on_fork)
         on = self.commands.on
         on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
-        on(Command.PREEMPT, lambda: self._preempt(signal.SIGTERM))
-        for signum, command in OF_SIGNALS.items():
+        for signum, command in {signal.SIGTERM: Command.PREEMPT, **OF_SIGNALS}.items():
             on(command, partial(self._preempt, signum))
         on(Command.USER_1, self._on_user_signal)
         on(Command.STOP, self._stop)
@@ -339,6 +338,13 @@ class RankLifecycle:
         if self._owns_sigterm():  # a forked child must end on SIGTERM, and not notify the driver for the rank
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def _on_user_signal(self) -> None:
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.spec.rank == 0:
+            text = "SIGUSR1 has no effect: the code has set no handler for it"
+            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
+
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
         self.agreement.notified = True
@@ -357,20 +363,13 @@ class RankLifecycle:
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _on_user_signal(self) -> None:
-        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        elif self.spec.rank == 0:
-            text = "SIGUSR1 has no effect: the code has set no handler for it"
-            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
-
     def _stop(self) -> None:
         """End, because the worker group is being stopped; a handler of SIGTERM of the user's code ends it itself."""
         # An exception that the user's code is still handling may be the reason why other ranks have failed.
         if self.state == "crashed" and (failure := failures.handled(self.phase)) is not None:
             _print_to_log(f"ddptrain: the rank was asked to stop while it handled an exception:\n{failure.traceback}")
             self.emitter.emit(failure)
-        self.tracked.hurry(self.spec.supervision.grace_s)
+        self.tracked.hurry(self.spec.config.failure.grace_s)
         is_own = self._owns_sigterm()
         if is_own:
             self.tracked.end(self.state)

@@ -25,27 +25,30 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that were given, and those that were returned
+STRATEGIES = ("ddp", "fsdp", "hybrid")
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare_model(
-    model: nn.Module,
-    device: torch.device,
-    settings: Mapping[str, Any],
-    use_compile_cache: Callable[[], None] = lambda: None,
-    **ddp: Any,
-) -> nn.Module:
+def prepare_model(model: nn.Module, device: torch.device, settings: Mapping[str, Any], **ddp: Any) -> nn.Module:
     """Move the model to the device, apply `settings` (see config), and wrap it in DDP or shard it.
 
-    `use_compile_cache` is called before torch.compile. `ddp` are arguments of DistributedDataParallel, which does
-    not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
-    unknown precision or strategy, and for a model that is in DDP or has been prepared before.
+    `ddp` are arguments of DistributedDataParallel, which does not accept a model without trainable parameters: such a
+    model is returned without DDP. The other strategies ignore them.
+
+    Raises ValueError for an unknown precision or strategy, and for a model that is in DDP or has been prepared before;
+    TypeError for an argument that DDP does not have.
     """
-    _require_unprepared(model)
-    precision = settings.get("precision", "fp32")
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision is {precision!r}: choose one of {', '.join(_PRECISIONS)}")
-    sharded = checked_strategy(settings, ddp) != DDP
+    if model in _prepared:
+        raise ValueError("ctx.prepare was called with this model before: call it once, and use the model it returned")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("ctx.prepare was given a model in DistributedDataParallel: give it the model inside (.module)")
+    precision, strategy = settings.get("precision", "fp32"), settings.get("strategy", STRATEGIES[0])
+    for name, value, known in (("precision", precision, _PRECISIONS), ("strategy", strategy, STRATEGIES)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: choose one of {', '.join(known)}")
+    if unknown := [name for name in ddp if name not in signature(DistributedDataParallel).parameters]:
+        raise TypeError(f"{unknown[0]!r} is an argument neither of ctx.prepare nor of DistributedDataParallel")
+    sharded = strategy != STRATEGIES[0]
     if sharded and precision == "fp16":
         raise ValueError("precision fp16 needs strategy ddp: choose bf16 or fp32 for a model that ranks share")
     if not sharded:  # a sharded model is moved layer by layer, because it may be too large for the device
@@ -59,40 +62,13 @@ def prepare_model(
     elif dtype is not None:
         wrap_forward(model, torch.autocast(device.type, dtype=dtype))
     if settings.get("compile"):
-        use_compile_cache()
         model.compile()
     _prepared.add(model)
     if sharded or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    ids = [device] if device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, **ddp)
+    wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **ddp)
     _prepared.add(wrapped)
     return wrapped
-
-
-def _require_unprepared(model: nn.Module) -> None:
-    if model in _prepared:
-        raise ValueError("ctx.prepare was called with this model before: call it once, and use the model it returned")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("ctx.prepare was given a model in DistributedDataParallel: give it the model inside (.module)")
-
-
-DDP = "ddp"
-STRATEGIES = (DDP, "fsdp", "hybrid")
-
-
-def checked_strategy(settings: Mapping[str, Any], ddp: Mapping[str, Any]) -> str:
-    """Return the strategy of `settings`. `ddp` are arguments of DDP, which the other strategies do not use.
-
-    Raises ValueError for an unknown strategy, TypeError for an argument that DDP does not have.
-    """
-    strategy: str = settings.get("strategy", DDP)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}: choose one of {', '.join(STRATEGIES)}")
-    known = signature(nn.parallel.DistributedDataParallel).parameters
-    if unknown := [name for name in ddp if name not in known]:
-        raise TypeError(f"{unknown[0]!r} is an argument neither of ctx.prepare nor of DistributedDataParallel")
-    return strategy
 
 
 def checkpoint_activations(model: nn.Module, classes: Sequence[str]) -> None:

@@ -24,13 +24,20 @@ _GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
 
 
 class Profiles:
-    """The profiles of a rank, one at a time: that of the configuration, and those of ctx.profile."""
+    """The profiles of a rank, one at a time: that of the configuration, and those of ctx.profile.
+
+    The workload reports the number of each step. A profile of the steps a to b begins at the first report of a step >=
+    a - 1 and ends at the first report of a step >= b. Reports of threads other than the one that began to wait for the
+    steps are ignored. A failed profile does not end the training.
+    """
 
     def __init__(self, spec: RankSpec, device: torch.device, files: ArtifactFiles, emitter: Emitter) -> None:
         self._rank, self._world_size = spec.rank, spec.placement.world_size
         self._device, self._files, self._emitter = device, files, emitter
-        self._last = 0  # the last step of the profile before
-        self._current: _StepProfiler | None = None  # None while there is no profile, which costs no time
+        self._wanted: StepProfile | None = None  # None while there is no profile, which costs no time
+        self._profile: profile | None = None  # while it records
+        self._step = -1  # the last reported step
+        self._began_after = self._last = self._thread = 0
         if spec.profile is not None:
             self._watch(spec.profile)
 
@@ -38,9 +45,9 @@ class Profiles:
         """Record the steps for ctx.profile; `step` is the newest that is known. Raises ValueError."""
         if problem := wanted.problem:
             raise ValueError("ctx.profile(steps={}): {}; {}".format((wanted.first, wanted.last), *problem))
-        if self._current is not None:
+        if self._wanted is not None:
             raise ValueError(
-                f"ctx.profile: the profile of {self._current.wanted} is not over; leave out one of them (the section "
+                f"ctx.profile: the profile of {self._wanted} is not over; leave out one of them (the section "
                 "`profile` of the configuration counts, too)"
             )
         self._watch(wanted)
@@ -52,76 +59,44 @@ class Profiles:
             names = ", ".join(map(str, missing[:10]))
             note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self._world_size - 1}")
         if wanted.includes(self._rank):
-            self._current = _StepProfiler(wanted, self._rank, self._device, self._files, self._emitter)
-
-    def reported(self, step: int) -> None:
-        """Handle the report that the workload has completed a step."""
-        if self._current is not None:
-            self._current.reported(step)
-            if self._current.is_over:
-                self._current, self._last = None, step
-
-    def close(self, *, complete: bool) -> None:
-        """End the current profile with the workload: save it if `complete`, else discard it."""
-        if self._current is not None:
-            self._current.close(complete=complete)
-            self._current = None
-
-
-class _StepProfiler:
-    """Records the steps of `wanted` on one rank. The workload reports the number of each step.
-
-    The profile begins at the first report of a step >= wanted.first - 1 and ends at the first report of a step >=
-    wanted.last. Reports of threads other than the one that created this object are ignored. No method raises, because a
-    failed profile must not end the training.
-    """
-
-    def __init__(
-        self, wanted: StepProfile, rank: int, device: torch.device, files: ArtifactFiles, emitter: Emitter
-    ) -> None:
-        self.wanted = wanted
-        self.is_over = False
-        self._rank, self._device, self._files, self._emitter = rank, device, files, emitter
-        self._thread = threading.get_ident()
-        self._step = -1  # the last reported step
-        self._began_after = 0
-        self._profile: profile | None = None
+            self._wanted, self._step, self._thread = wanted, -1, threading.get_ident()
 
     def reported(self, step: int) -> None:
         """Handle the report that the workload has completed `step` (0: that it is about to begin)."""
-        if self.is_over or step <= self._step or threading.get_ident() != self._thread:
+        wanted = self._wanted
+        if wanted is None or step <= self._step or threading.get_ident() != self._thread:
             return
         before, self._step = self._step, step
         try:
-            if self._profile is not None and step < self.wanted.last:
+            if self._profile is not None and step < wanted.last:
                 self._profile.step_num = step
                 self._profile.step()  # marks the next step in the trace
             elif self._profile is not None:
-                self._save(self._profile)
-            elif step >= self.wanted.last:
+                self._save(wanted, self._profile)
+            elif step >= wanted.last:
                 between = f"they are between two reports, of steps {before} and {step}; {HOW_TO_REPORT}"
-                self._end(between if before > 0 else f"the first report is of step {step}")
-            elif step >= self.wanted.first - 1:
+                self._end(wanted, between if before > 0 else f"the first report is of step {step}")
+            elif step >= wanted.first - 1:
                 self._begin(step)
         except Exception as error:  # the training continues, whatever torch.profiler raises
-            self._fail(error)
+            self._fail(wanted, error)
 
     def close(self, *, complete: bool) -> None:
-        """End the profile with the workload: save the recorded steps if `complete`, else discard them."""
-        if self.is_over:
+        """End the current profile with the workload: save the recorded steps if `complete`, else discard them."""
+        if (wanted := self._wanted) is None:
             return
         try:
             if not complete:
                 # The profile is not stopped: this takes seconds, and a rank that is being stopped may not have them.
-                self._end("the rank has ended before", "info" if self._profile is not None else "")
+                self._end(wanted, "the rank has ended before", "info" if self._profile is not None else "")
             elif self._profile is not None and self._step > self._began_after:
-                self._save(self._profile)
+                self._save(wanted, self._profile)
             elif self._step <= 0:
-                self._end(f"the workload has reported no step; {HOW_TO_REPORT}")
+                self._end(wanted, f"the workload has reported no step; {HOW_TO_REPORT}")
             else:
-                self._end(f"the last reported step is {self._step}")
+                self._end(wanted, f"the last reported step is {self._step}")
         except Exception as error:  # whatever torch.profiler raises, it must not replace the result of the rank
-            self._fail(error)
+            self._fail(wanted, error)
 
     def _begin(self, step: int) -> None:
         import torch
@@ -138,10 +113,10 @@ class _StepProfiler:
         started.start()
         self._profile, self._began_after = started, step
 
-    def _save(self, recorded: profile) -> None:
+    def _save(self, wanted: StepProfile, recorded: profile) -> None:
         """Stop recording, compress the trace and announce it as an artifact. Raises OSError."""
-        self.is_over = True
         began = time.monotonic()
+        self._wanted, self._profile, self._last = None, None, self._step
         recorded.stop()
         steps = StepProfile(self._began_after + 1, self._step)
         folder = f"{FOLDER}/steps-{steps.first}-{steps.last}"
@@ -159,26 +134,23 @@ class _StepProfiler:
             raise
         finally:
             raw.unlink(missing_ok=True)
-        took_s = time.monotonic() - began
-        self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
+        if self._rank == wanted.speaker:
+            took_s = time.monotonic() - began
+            note(self._emitter, f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
 
-    def _fail(self, error: Exception) -> None:
-        if self._profile is not None and not self.is_over:
-            with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
-                self._profile.stop()
-        self.is_over = True
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        note(self._emitter, f"{self.wanted} of rank {self._rank} were not recorded: {reason}")
-
-    def _end(self, reason: str, level: str = "warning") -> None:
+    def _end(self, wanted: StepProfile, reason: str, level: str = "warning") -> None:
         """End a profile that has recorded nothing."""
-        self.is_over = True
-        if level:
-            self._note(f"{self.wanted} were not recorded: {reason}", level)
+        self._wanted, self._profile, self._last = None, None, self._step
+        if level and self._rank == wanted.speaker:
+            note(self._emitter, f"{wanted} were not recorded: {reason}", level)
 
-    def _note(self, text: str, level: str) -> None:
-        if self._rank == self.wanted.speaker:
-            note(self._emitter, text, level)
+    def _fail(self, wanted: StepProfile, error: Exception) -> None:
+        if (failed := self._profile) is not None:
+            with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
+                failed.stop()
+        self._end(wanted, "", level="")
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        note(self._emitter, f"{wanted} of rank {self._rank} were not recorded: {reason}")
 
 
 def note(emitter: Emitter, text: str, level: str = "warning") -> None:

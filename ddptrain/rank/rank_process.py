@@ -20,7 +20,6 @@ import time
 import traceback
 import types
 
-from ddptrain.protocol import events
 from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_spec import RankSpec
@@ -44,10 +43,12 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
     "" if it is a fork of the warm rank server.
     """
     process_control.name_process(f"ddptrain-rank{spec.rank}", f"ddptrain rank {spec.rank} of {spec.run_id}")
-    _redirect_output(log_fd)
+    for fd in (1, 2):  # also for C libraries and child processes
+        os.dup2(log_fd, fd, inheritable=True)
+    faulthandler.enable(file=2)
     emitter = Emitter(events_fd, os.path.realpath(f"/proc/self/fd/{events_fd}"))
     if why_cold and spec.rank == 0:
-        emitter.emit(events.Note(time.time_ns(), f"ranks start cold, some seconds slower: {why_cold}"))
+        emitter.note(f"ranks start cold, some seconds slower: {why_cold}")
     _enter_environment(spec)
     if not why_cold:
         _forget_server()
@@ -59,16 +60,6 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
     finally:
         _end_program(spec, newest)
     return code
-
-
-def _redirect_output(log_fd: int) -> None:
-    """Redirect stdout and stderr, also of C libraries and child processes, to the log.
-
-    Python's own streams have no buffer (`python -u`), which SIGKILL would lose, and are those of a script.
-    """
-    for fd in (1, 2):
-        os.dup2(log_fd, fd, inheritable=True)
-    faulthandler.enable(file=2)
 
 
 def _forget_server() -> None:

@@ -99,7 +99,7 @@ def compare_runs(views: Sequence[RunView], axis: Axis | None = None, metrics: Se
     """
     if len({view.layout.where for view in views}) < 2:
         raise UsageError(f"give at least two different runs to compare, not only {views[0].run_id}")
-    series = [read_series(view.layout.metrics_jsonl, view.record.attempts) for view in views]
+    series = [read_series(view.layout.metrics_jsonl) for view in views]
     compared = [_metric(name, views, series) for name in _names(views, series)]
     return Comparison(tuple(views), find_differences(views), tuple(compared), _plot(views, series, axis, metrics))
 

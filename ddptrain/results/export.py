@@ -86,7 +86,7 @@ def export_tables(views: Sequence[RunView], output: Path) -> list[Path]:
 
 def _metric_rows(view: RunView, titles: Mapping[str, str]) -> list[Row]:
     """Return a row for each ctx.log call of a run, without values that a later attempt has replaced."""
-    lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
+    lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read())
     return [
         {
             "run": view.run_id,
@@ -171,7 +171,7 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
 
     paths = []
     for view in views:
-        series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+        series = read_series(view.layout.metrics_jsonl)
         began = parse_time(view.record.started_at)
         began_s = began.timestamp() if began is not None else 0.0
         rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in flat(params_of(view))]
@@ -207,7 +207,7 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
     require("mlflow", "mlflow", "choose --format csv")
     from mlflow import MlflowClient
 
-    series = [read_series(view.layout.metrics_jsonl, view.record.attempts) for view in views]
+    series = [read_series(view.layout.metrics_jsonl) for view in views]
     try:
         client = MlflowClient(output if "://" in output else Path(output).absolute().as_uri())
         return [_to_mlflow(client, view, run_series) for view, run_series in zip(views, series, strict=True)]

@@ -1,7 +1,7 @@
 """Reads metrics.jsonl and events.jsonl while they grow. Incomplete and damaged lines are skipped.
 
 A resumed run repeats the steps after its checkpoint, so metrics.jsonl may have several values of a step. The value of
-the last attempt counts.
+the last attempt counts; see drop_replaced().
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, Self, TypeGuard
 
 from ddptrain.file_ops import open_regular
 from ddptrain.results.errors import results_errors
-from ddptrain.results.run_record import AttemptRecord
 
 _POSITION = frozenset(("time_s", "step", "epoch", "rank", "attempt"))
 
@@ -123,55 +123,46 @@ def finite_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def drop_replaced(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> list[MetricLine]:
-    """Return the lines without values that a later attempt has replaced.
+def drop_replaced(lines: Sequence[MetricLine]) -> list[MetricLine]:
+    """Return the lines without values that a later attempt has replaced, and without lines that have no values.
 
-    An attempt replaces what earlier attempts logged after the step of its checkpoint, and each value that it logs
-    again. An attempt without a checkpoint (the training code may continue in its own way) replaces everything from the
-    first step that it logs.
+    An attempt replaces each value that it logs again, and what earlier attempts logged after its first line: that of
+    its checkpoint, which has no values, or else the first one that its ranks logged.
     """
-    started = {attempt.attempt: attempt for attempt in attempts}
-    if len(started.keys() | {line.attempt for line in lines}) <= 1:
-        return list(lines)  # one attempt: nothing can be replaced
-    first_steps: dict[int, float] = {}
-    newest: dict[tuple[str, int, float], int] = {}
+    first: dict[tuple[int, bool], float] = {}  # by attempt, and whether it is a step or the epoch of lines without one
+    newest: dict[tuple[str, int, bool, float], int] = {}
     for line in lines:
-        if line.step is not None:
-            first_steps[line.attempt] = min(line.step, first_steps.get(line.attempt, line.step))
-            newest |= {(name, line.rank, line.step): line.attempt for name in line.values}
-    ends = {
-        number: _kept_until(started.get(number), first_steps.get(number)) for number in started.keys() | first_steps
-    }
+        places = [(True, line.step), (False, line.epoch)] if not line.values else [_place(line)]
+        for is_step, at in places:
+            if at is not None:
+                key = line.attempt, is_step
+                first[key] = min(at, first.get(key, at))
+                newest |= {(name, line.rank, is_step, at): line.attempt for name in line.values}
     kept = []
     for line in lines:
-        if any(number > line.attempt and _is_after(line, *end) for number, end in ends.items()):
-            continue
-        values = {
-            name: value
-            for name, value in line.values.items()
-            if line.step is None or newest[name, line.rank, line.step] == line.attempt
-        }
-        if values or not line.values:
-            kept.append(replace(line, values=values))
+        is_step, at = _place(line)
+        values = line.values
+        if at is not None:
+            if any(number > line.attempt and kind == is_step and at > begin for (number, kind), begin in first.items()):
+                continue
+            values = {name: of for name, of in values.items() if newest[name, line.rank, is_step, at] == line.attempt}
+        if values:
+            kept.append(line if len(values) == len(line.values) else replace(line, values=values))
     return kept
 
 
-def _kept_until(attempt: AttemptRecord | None, first_step: float | None) -> tuple[float, float]:
-    """Return the last step and the last epoch of earlier attempts that `attempt` does not replace."""
-    if attempt is not None and attempt.resumed_from is not None:
-        return attempt.resumed_from, math.inf if attempt.resumed_epoch is None else attempt.resumed_epoch
-    return math.inf if first_step is None else math.nextafter(first_step, -math.inf), math.inf
+def _place(line: MetricLine) -> tuple[bool, float | None]:
+    return (True, line.step) if line.step is not None else (False, line.epoch)
 
 
-def _is_after(line: MetricLine, step: float, epoch: float) -> bool:
-    if line.step is not None:
-        return line.step > step
-    return line.epoch is not None and line.epoch > epoch
+def continued_line(attempt: int, step: int, epoch: float | None) -> dict[str, object]:
+    """Return the first line of an attempt that continues from a checkpoint: earlier attempts count up to there."""
+    return {"time_s": time.time(), "step": step, "epoch": epoch, "rank": 0, "attempt": attempt}
 
 
-def read_series(path: Path, attempts: Iterable[AttemptRecord] = ()) -> AllSeries:
+def read_series(path: Path) -> AllSeries:
     """Return every metric of every rank in the file, without replaced values."""
-    return series_of(drop_replaced(MetricsReader(path).read(), attempts))
+    return series_of(drop_replaced(MetricsReader(path).read()))
 
 
 def series_of(lines: Iterable[MetricLine]) -> AllSeries:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from ddptrain import file_ops
 from ddptrain.errors import DdptrainError, RunLocked
@@ -31,44 +32,6 @@ _PAUSE_S = 0.01
 _WHO = re.compile(r"process (\d+) on [\w.-]+")
 _LONGEST_BYTES = 1000
 _log = Log(__name__)
-
-
-def take(path: Path) -> int:
-    """Take the lock; return the descriptor that holds it. Closing it, or the end of the process, releases the lock.
-
-    Raises RunLocked; ResultsError, also for a file system without locks.
-    """
-    with results_errors(path):
-        descriptor = file_ops.open_regular(path, file_ops.CREATE, 0o600)  # other users can't open it to hold its lock
-    try:
-        _wait_for(descriptor, path)
-        if not file_ops.is_at(path, descriptor):
-            raise RunLocked(f"run {path.parent.name} was deleted by another process; run the command again")
-        with results_errors(path):
-            os.ftruncate(descriptor, 0)
-            text = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n"
-            file_ops.write_all(descriptor, text.encode())
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _wait_for(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            if file_ops.try_lock(descriptor):
-                _log.info("run locked", lock=path)
-                return
-        except OSError as error:
-            raise ResultsError(
-                f"cannot lock {path}: {error.strerror}; use a folder on a file system with locks"
-            ) from error
-        if time.monotonic() >= deadline:
-            who = holder(path) or "another process"
-            raise RunLocked(f"run {path.parent.name} is held by {who}; wait for it, or choose another --run-id")
-        time.sleep(_PAUSE_S)
 
 
 def holder(path: Path) -> str:
@@ -134,10 +97,37 @@ class Owner:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self) -> None:
-        """Take the lock, as the function of that name does. Raises RunLocked, ResultsError."""
-        self._descriptor = take(self._path)
-        self._text = os.pread(self._descriptor, _LONGEST_BYTES, 0)
+    def take(self) -> Self:
+        """Take the lock; return this object. Raises RunLocked; ResultsError, also for a file system without locks."""
+        with results_errors(self._path):  # other users can't open it to hold its lock
+            self._descriptor = file_ops.open_regular(self._path, file_ops.CREATE, 0o600)
+        name = self._path.parent.name
+        try:
+            deadline = time.monotonic() + _PATIENCE_S
+            while not self._try_lock():
+                if time.monotonic() >= deadline:
+                    who = holder(self._path) or "another process"
+                    raise RunLocked(f"run {name} is held by {who}; wait for it, or choose another --run-id")
+                time.sleep(_PAUSE_S)
+            if not file_ops.is_at(self._path, self._descriptor):
+                raise RunLocked(f"run {name} was deleted by another process; run the command again")
+            self._text = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n".encode()
+            with results_errors(self._path):
+                os.ftruncate(self._descriptor, 0)
+                file_ops.write_all(self._descriptor, self._text)
+        except BaseException:
+            self.release()
+            raise
+        _log.info("run locked", lock=self._path)
+        return self
+
+    def _try_lock(self) -> bool:
+        try:
+            return file_ops.try_lock(self._descriptor)
+        except OSError as error:
+            raise ResultsError(
+                f"cannot lock {self._path}: {error.strerror}; use a folder on a file system with locks"
+            ) from error
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
         """Touch the file in a thread until release(). `lost` is called once if another driver has taken the run."""

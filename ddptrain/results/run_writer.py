@@ -15,14 +15,14 @@ from typing import Any, Self
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
 from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.metrics import LatestMetrics, read_series
+from ddptrain.results.metrics import LatestMetrics, continued_line, read_series
 from ddptrain.results.ownership import Owner, is_held
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.recorded_config import parsed_config
@@ -183,9 +183,11 @@ class RunWriter:
                     checkpoints.append(manifest)
         self._checkpoints.restore(checkpoints, policy)
         with self._mutex:
+            if checkpoint is not None and self._record.attempts and self.loss is None:
+                number = len(self._record.attempts) + 1
+                self._metrics.add(continued_line(number, checkpoint.step, checkpoint.epoch))
             self.flush()
-            attempts = (*self._record.attempts, self.next_attempt(checkpoint))
-            series = read_series(self.layout.metrics_jsonl, attempts)
+            series = read_series(self.layout.metrics_jsonl)
             if series or checkpoints:
                 self._latest = LatestMetrics.of(series, ((each.step, each.metrics) for each in checkpoints))
             self._latest.begin_attempt()

@@ -7,7 +7,6 @@ is uploaded meanwhile.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -19,7 +18,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
 
 from ddptrain import file_ops
 from ddptrain.config.wording import shorten
@@ -78,19 +76,6 @@ class NeededFiles(Enum):
     MODEL = ("config.yaml", "artifacts/*.json", "inputs/*.json")  # and the best checkpoint
 
 
-class RunUpload(Protocol):
-    """Uploads the files that a driver writes, while the run is running."""
-
-    def begin(self) -> None:
-        """Start; the run's folder exists. Raises ResultsError."""
-
-    def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
-        """Call `warn` for each failure, and `lost` once if the run must end."""
-
-    def flush(self, deadline_s: float) -> str:
-        """Upload everything as it is now. Returns "", or one line about the problem if the deadline was reached."""
-
-
 class NoUpload:
     """The upload of a run in a folder of this machine: nothing to do."""
 
@@ -103,6 +88,9 @@ class NoUpload:
     def flush(self, deadline_s: float) -> str:
         """Do nothing."""
         return ""
+
+
+RunUpload = NoUpload | Uploader
 
 
 def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
@@ -213,8 +201,9 @@ class LocalRuns:
         """
         folder = chosen.layout.root
         aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{secrets.token_hex(4)}")
+        owner = ownership.Owner(chosen.layout.lock_file)
         try:
-            descriptor = ownership.take(chosen.layout.lock_file)  # so that no driver can resume it
+            owner.take()  # so that no driver can resume it
         except ResultsError:
             if not folder.is_dir():  # another prune was faster
                 raise RunLocked(f"run {folder.name} was deleted already") from None
@@ -228,7 +217,7 @@ class LocalRuns:
             _log.info("run moved aside", run=folder.name, folder=aside)
             self.finish(aside.name)
         finally:
-            os.close(descriptor)
+            owner.release()
 
     def leftovers(self) -> dict[str, int]:
         """Return the sizes in bytes of runs whose deletion was interrupted, by the names of their folders."""

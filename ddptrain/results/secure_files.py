@@ -65,32 +65,25 @@ def make_folder(path: Path) -> None:
 
 
 def _folder_problem(path: Path) -> str:
+    import pwd
+
     try:
         state = path.stat()
     except OSError as error:
         return error.strerror or str(error)
     if not stat.S_ISDIR(state.st_mode):
         return "it is not a folder"
-    if not _is_our_id(state.st_uid, path):
-        return f"the folder belongs to another user ({_user(state.st_uid)})"
-    return ""
-
-
-def _is_our_id(uid: int, folder: Path) -> bool:
-    """Return whether a file with that owner may be this user's: NFS with root_squash and FAT change the owner."""
-    if uid == os.geteuid():
-        return True
-    state = file_ops.state_of_new_file(folder)
-    return state is not None and uid == state.st_uid
-
-
-def _user(uid: int) -> str:
-    import pwd
-
+    if state.st_uid == os.geteuid():
+        return ""
+    # NFS with root_squash, and FAT, change the owner of every file.
+    new = file_ops.state_of_new_file(path)
+    if new is not None and new.st_uid == state.st_uid:
+        return ""
     try:
-        return pwd.getpwuid(uid).pw_name
+        user = pwd.getpwuid(state.st_uid).pw_name
     except KeyError:
-        return f"user id {uid}"
+        user = f"user id {state.st_uid}"
+    return f"the folder belongs to another user ({user})"
 
 
 # --- Lines ---

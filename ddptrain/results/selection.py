@@ -119,7 +119,7 @@ def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal
         return None
     if series is None:
         try:
-            series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+            series = read_series(view.layout.metrics_jsonl)
         except ResultsError:
             return None
     values = filter(math.isfinite, _rank_means(series, metric))

@@ -76,10 +76,14 @@ def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError], moved: Cal
         if _link_all(moves):
             return
     for move in moves:
-        with results_errors(move.target), open(move.target, "xb", opener=_open_new) as out:
+        with results_errors(move.target), open(move.target, "xb", opener=_for_us) as out:
             _check_and_copy(move, damaged, out, moved)
             out.flush()
             os.fsync(out.fileno())
+
+
+def _for_us(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)  # never writable for other users
 
 
 def _on_one_file_system(moves: Sequence[StagedMove]) -> bool:
@@ -107,8 +111,19 @@ def _check_and_copy(
 ) -> None:
     """Check size and hash of the staged file; copy it to `out`, or fsync the staged file if `out` is None."""
     digest, size = sha256(), 0
-    with os.fdopen(_open_staged(move.source, damaged), "rb") as file:
-        while size <= move.size_bytes and (chunk := _read_chunk(file, move.source, damaged)):
+    try:
+        file = os.fdopen(open_regular(move.source), "rb")
+    except OSError as error:
+        cause = _NOT_A_FILE.get(error.errno or 0, error.strerror)
+        raise damaged(f"cannot read the staged file {move.source}: {cause}") from error
+    with file:
+        while size <= move.size_bytes:
+            try:
+                chunk = file.read(_CHUNK_BYTES)
+            except OSError as error:
+                raise damaged(f"cannot read {move.source}: {error.strerror or error}") from error
+            if not chunk:
+                break
             digest.update(chunk)
             size += len(chunk)
             if out is not None:
@@ -124,22 +139,3 @@ def _check_and_copy(
                 os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)
             with results_errors(move.source):
                 os.fsync(file.fileno())
-
-
-def _open_new(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)  # never writable for other users
-
-
-def _read_chunk(file: BinaryIO, path: Path, damaged: type[ResultsError]) -> bytes:
-    try:
-        return file.read(_CHUNK_BYTES)
-    except OSError as error:
-        raise damaged(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _open_staged(path: Path, damaged: type[ResultsError]) -> int:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        cause = _NOT_A_FILE.get(error.errno or 0, error.strerror)
-        raise damaged(f"cannot read the staged file {path}: {cause}") from error

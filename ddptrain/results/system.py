@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ddptrain.file_ops import open_regular
-from ddptrain.protocol.worker_notices import HOST_METRICS, RANK_METRICS, SystemSample, throttle_reasons
+from ddptrain.protocol.news import HOST_METRICS, RANK_METRICS, SystemSample, throttle_reasons
 from ddptrain.results.errors import results_errors
 from ddptrain.results.metrics import AllSeries, MetricLine, finite_number, json_object, series_of
 from ddptrain.results.secure_files import JsonLines

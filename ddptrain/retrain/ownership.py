@@ -78,11 +78,12 @@ class ModelOwner:
             store.make_parent(f"{self._folder.path}/{LOCK}")
         except OSError as error:
             raise StoreError(f"cannot write into {path.parent}: {error.strerror}; see models.dir") from error
+        owner = ownership.Owner(path)
         try:
-            descriptor = ownership.take(path)
+            owner.take()
         except ResultsError as error:
             raise ResultsError(str(error).replace("--runs-dir", "--models-dir")) from error
-        return lambda: os.close(descriptor)
+        return owner.release
 
     def _holder(self) -> str:
         """Return the process that holds the lock, as "process 12 on host"; "" if unknown."""

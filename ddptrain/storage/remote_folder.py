@@ -129,10 +129,6 @@ class RemoteFolder:
             contents = dict(zip(paths, pool.map(self.read, paths), strict=True))
         return {path: data for path, data in contents.items() if data is not None}
 
-    def read_from(self, path: str, start: int) -> bytes:
-        """Return the content of a file from byte `start` on."""
-        return self._call(lambda: self.store.get(self._key(path), start=start))
-
     def write(self, path: str, data: bytes | Path) -> None:
         """Replace a file by these bytes, or by the content of a local file."""
         self._change(lambda: self.store.put(self._key(path), data))

@@ -223,7 +223,7 @@ def values_of_run(view: RunView, metric: str, saved: Mapping[float, float]) -> d
 
     `saved`: step -> the value that its checkpoint has.
     """
-    series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+    series = read_series(view.layout.metrics_jsonl)
     logged = [
         (float(number if step is None or math.isnan(step) else step), value)
         for (name, _), one in series.items()

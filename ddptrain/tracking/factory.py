@@ -101,7 +101,7 @@ def load(name: str) -> type[Any]:
         try:
             target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if name in TRACKERS and error.name == name:
+            if name in TRACKERS.built_in and error.name == name:
                 raise ImportError(f"the package {name} is not installed here: {install_tracker(name)}") from error
             raise
     for part in attribute.split("."):

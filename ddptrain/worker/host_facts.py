@@ -26,7 +26,7 @@ import pynvml
 
 from ddptrain.errors import one_line
 from ddptrain.gpus import usable_cores
-from ddptrain.protocol import worker_notices
+from ddptrain.protocol import news
 
 _MB = 10**6
 _PACKAGES = ("ddptrain", "torch", "distributed")
@@ -180,7 +180,7 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
 def throttle_reasons(handle: Any) -> tuple[str, ...]:
     """Return the reasons why the hardware reduces the clocks of the GPU now, except a power limit, which is normal."""
     bits = _if_known(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    return tuple(worker_notices.throttle_reasons(bits & ~pynvml.nvmlClocksEventReasonSwPowerCap))
+    return tuple(news.throttle_reasons(bits & ~pynvml.nvmlClocksEventReasonSwPowerCap))
 
 
 def _facts(index: int, handle: Any) -> GpuFacts:

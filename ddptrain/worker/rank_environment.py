@@ -114,7 +114,7 @@ def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[s
         "MASTER_PORT": spec.group.master_port,
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": spec.attempt - 1,
-        "TORCHELASTIC_MAX_RESTARTS": spec.supervision.max_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": spec.config.failure.max_restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a separate process hosts the store, so rank 0 is a client, too
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",

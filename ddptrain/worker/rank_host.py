@@ -20,7 +20,6 @@ from ddptrain.protocol import deadlines
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
-from ddptrain.worker.system_metrics import SystemSampler
 
 PLUGIN_NAME = "ddptrain"
 MAX_SLOTS = 1024
@@ -69,7 +68,6 @@ class RankHost(WorkerPlugin):
         self.environ = environ
         self.gpus = gpus
         self.scratch = scratch
-        self.sampler = SystemSampler()
         # A driver that can read this file shares the file system with the worker.
         self.token = os.urandom(16).hex()
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -19,7 +19,7 @@ from typing import Any
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import python_command
-from ddptrain.protocol.worker_notices import describe_status
+from ddptrain.protocol.news import describe_status
 
 _LAST_REPORTS_S = 1.0  # time to read the last reports after the server has ended
 _MAX_REPORT_BYTES = 64 * 1024

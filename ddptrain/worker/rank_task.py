@@ -1,7 +1,9 @@
-"""The Dask task for the ranks of one attempt on one worker: starts them, and reports their output to the driver.
+"""The Dask task for the ranks of one attempt on one worker: starts them, and sends the driver news of them.
 
-One task and one thread serve all ranks of the worker, and one message contains the notices of several ranks: separate
-tasks and messages would overload the scheduler and the driver from some hundred ranks on.
+    specs arrive (driver_calls.give_specs) -> rank 0's store -> ranks start -> news at intervals -> the last has ended
+
+One task and one thread serve all ranks of the worker, and one message has the news of all of them: separate tasks and
+messages would overload the scheduler and the driver from some hundred ranks on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,23 +23,32 @@ from distributed import Worker, get_worker
 from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
-from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol import deadlines, news
+from ddptrain.protocol.news import News, RankExit, RankNews, SystemSample
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
 from ddptrain.worker import rank_environment, spool, stack_reports
 from ddptrain.worker.foreign_worker import offered_slots, rank_host
 from ddptrain.worker.process_monitor import MemoryWatch, ProcessMonitor
 from ddptrain.worker.rank_environment import HostResources, RankResources
 from ddptrain.worker.rank_host import RankHost
-from ddptrain.worker.system_metrics import SYSTEM_EVERY_S, GpuReader, SampledRank
+from ddptrain.worker.system_metrics import SYSTEM_EVERY_S, GpuReader, SampledRank, SystemSampler
 
-_POLL_S = 0.02  # between two checks of the files of ranks that print
-_IDLE_POLL_S = 0.1  # for ranks that print nothing: each check takes some microseconds of their CPU time
-_POLL_S_PER_RANK = 0.0001  # times the world size: with 1,024 ranks, each host sends messages every 0.1 s
+_INTERVAL_S = 0.05  # between two messages, while ranks write
+_IDLE_S = 0.1  # between two looks at ranks that write nothing: each takes some microseconds of their CPU time
+_LONGEST_S = 1.0  # less than the driver waits, after a victim's fault, for its cause (deadlines.VICTIM_SETTLE_S)
+_S_PER_RANK = 0.001  # times the world size: with 1,024 ranks, each host sends a message every second
+_S_PER_RANK_AT_FIRST = 0.0001  # while the driver waits for all ranks to enter the workload
+_AT_FIRST_S = 30.0
+_FIRST_SAMPLE_S = 1.0  # from the start of the ranks, so that short runs have a sample
+_DATA_BYTES = 12 * 1024  # the most bytes of a rank in a message
+_RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
+# The signals of which faulthandler writes the stacks into the log.
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
+_gpus = GpuReader()
 
 
 def topic(run_id: str) -> str:
-    """Return the Dask topic of a run's notices."""
+    """Return the Dask topic of the news of a run."""
     return f"ddptrain/{run_id}"
 
 
@@ -52,131 +63,113 @@ class Order:
 
 
 def run_ranks(order: Order) -> None:
-    """Run ranks of one attempt until all have ended; notices report how each rank ends.
+    """Run ranks of one attempt until all have ended; the news say how each ends.
 
     Raises RankServerLost or ClusterError if no rank can be started.
     """
-    host = rank_host(get_worker(), order.run_id)
+    worker = get_worker()
+    host = rank_host(worker, order.run_id)
     texts = host.take_specs(order.run_id, order.attempt)
     specs = [RankSpec.from_json(texts[rank]) for rank in order.ranks]
-    _run([spec.with_port(order.port) if order.port else spec for spec in specs])
+    RanksTask(worker, host, [spec.with_port(order.port) if order.port else spec for spec in specs]).run()
 
 
-def run_rank(spec_json: str) -> str:
-    """Run one rank until it has ended; return its RankExit as JSON.
-
-    Raises RankServerLost if the rank could not be started, or its server died.
-    """
-    (result,) = _run([RankSpec.from_json(spec_json)])
+def run_rank(spec_json: str) -> RankExit:
+    """Run one rank until it has ended. Raises RankServerLost if it could not be started, or its server died."""
+    worker, spec = get_worker(), RankSpec.from_json(spec_json)
+    (result,) = RanksTask(worker, rank_host(worker, spec.run_id), [spec]).run()
     if isinstance(result, Exception):
         raise result
-    return worker_notices.exit_to_json(result)
+    return result
 
 
-def _run(specs: Sequence[RankSpec]) -> list[RankExit | Exception]:
-    worker = get_worker()
-    return _RanksTask(worker, rank_host(worker, specs[0].run_id), specs).run()
-
-
-class NoticeBatch:
-    """Collects notices and sends them in one message."""
-
-    def __init__(self, send: Callable[[dict[str, object]], object]) -> None:
-        self._send = send
-        self._notices: list[Notice] = []
-        self._size_bytes = 0
-
-    def add(self, notice: Notice) -> None:
-        """Add a notice; if the message would become too large, first send the earlier notices."""
-        size_bytes = worker_notices.size_bytes(notice)
-        if self._size_bytes + size_bytes > worker_notices.MAX_DATA_BYTES:
-            self.flush()
-        self._notices.append(notice)
-        self._size_bytes += size_bytes
-
-    def flush(self) -> None:
-        """Send the collected notices, if there are any."""
-        if self._notices:
-            self._send(worker_notices.encode_all(self._notices))
-            self._notices, self._size_bytes = [], 0
-
-
-class _RanksTask:
+class RanksTask:
     """The ranks of an attempt on one worker, from the first start to the last exit."""
 
     def __init__(self, worker: Worker, host: RankHost, specs: Sequence[RankSpec]) -> None:
-        self.worker = worker
-        self.host = host
-        self.specs = specs
-        self.key = specs[0].key
-        run_id = specs[0].run_id
-        self.batch = NoticeBatch(lambda message: worker.log_event(topic(run_id), message))
+        self.worker, self.host = worker, host
+        self.first, self.key = specs[0], specs[0].key
+        self.ranks = [_Rank(host, spec, _run_log(worker, spec)) for spec in specs]
         self.woken = threading.Event()
-        self.logs = [_run_log(worker, spec) for spec in specs]
-        self.watches = [
-            RankWatch(host, spec, self.batch.add, logged) for spec, logged in zip(specs, self.logs, strict=True)
-        ]
-        send_to = topic(run_id)
-        for watch in self.watches:
-            watch.send_sample = lambda sample: worker.log_event(send_to, worker_notices.encode(sample))
+        self.sampler = SystemSampler()
         self.leaving_sent = False
-        self.poll_s = max(_POLL_S, specs[0].placement.world_size * _POLL_S_PER_RANK)
 
     def run(self) -> list[RankExit | Exception]:
-        for spec in self.specs:  # first, because Dask may release the key at any time
-            self.host.register(self.key, spec.key, spec.supervision.grace_s)
+        """Run them; return how each has ended, or the error that prevented it."""
+        for rank in self.ranks:  # first, because Dask may release the key at any time
+            self.host.register(self.key, rank.spec.key, rank.spec.config.failure.grace_s)
         port = self._store_port()
         resources = HostResources(usable_cores(), offered_slots(self.worker)[0], self.host.interface)
-        for watch in self.watches:
-            self._guarded(watch, lambda watch=watch: watch.start(port, resources, self.woken))  # type: ignore[misc]
-        for spec in self.specs:
-            self.host.stop_if_told(spec.key)
+        broken = [part for rank in self.ranks for part in rank.start(port, resources, self.woken)]
+        for rank in self.ranks:
+            self.host.stop_if_told(rank.spec.key)
         if self.host.is_released(self.key):  # Dask has released the key in the meantime
-            for spec in self.specs:
-                self.host.kill(spec.key)
-        try:
-            self._watch()
-        finally:
-            for spec in self.specs:
-                self.host.sampler.remove(spec.key)
-        return [watch.ended for watch in self.watches if watch.ended is not None]
+            for rank in self.ranks:
+                self.host.kill(rank.spec.key)
+        self._send(News(self.first.attempt), broken)
+        self._watch()
+        return [rank.ended for rank in self.ranks if rank.ended is not None]
 
     def _store_port(self) -> int:
         """Return the port of the TCPStore. The task of rank 0 starts the store, unless the client has started it."""
-        first = self.specs[0]
-        if first.rank != 0 or first.group.master_port:
-            return first.group.master_port
-        port = self.host.open_store(first.key, first.group.master_addr)
-        self.logs[0].info("rendezvous store opened", address=f"{first.group.master_addr}:{port}")
-        self.batch.add(worker_notices.StoreOpened(first.attempt, first.rank, port))
-        self.batch.flush()
+        if self.first.rank != 0 or self.first.group.master_port:
+            return self.first.group.master_port
+        port = self.host.open_store(self.first.key, self.first.group.master_addr)
+        self.ranks[0].log.info("rendezvous store opened", address=f"{self.first.group.master_addr}:{port}")
+        self._send(News(self.first.attempt, store_port=port))
         return port
 
-    def _guarded(self, watch: RankWatch, step: Callable[[], object]) -> bool:
-        """Return the result of `step`. If it raises an exception, give up this rank; the other ranks continue."""
-        try:
-            return bool(step())
-        except Exception as error:  # of one rank's files or process; the driver receives it as the rank's fault
-            watch.give_up(error)
-            return True
-
     def _watch(self) -> None:
-        pause_s = self.poll_s
-        while running := [watch for watch in self.watches if watch.ended is None]:
-            grew = [self._guarded(watch, watch.report_news) for watch in running]
-            self._send_leaving(running[0].spec)
-            self.batch.flush()
-            pause_s = self.poll_s if any(grew) else min(2 * pause_s, max(_IDLE_POLL_S, self.poll_s))
-            if any(watch.ended is None for watch in running):
-                self.woken.wait(pause_s)
+        """Send what is new until all ranks have ended, and the CPU time of each now and then, as a sign of life."""
+        alive_s = deadlines.alive_s(self.first.config.failure)
+        began = measured_at = time.monotonic()
+        sample_at = began + _FIRST_SAMPLE_S
+        pause_s = _INTERVAL_S
+        while running := [rank for rank in self.ranks if rank.ended is None]:
+            now = time.monotonic()
+            if measures := now - measured_at >= alive_s:
+                measured_at = now
+            parts = [part for rank in running for part in rank.news(measures=measures)]
+            message = News(self.first.attempt)
+            if self.host.leaving and not self.leaving_sent:
+                self.leaving_sent = True
+                self.ranks[0].log.info("worker was asked to end: the driver is asked to preempt the run")
+                message = News(self.first.attempt, leaving=True)
+            if parts or message.leaving:
+                self._send(message, parts)
+            if now >= sample_at:
+                sample_at = now + SYSTEM_EVERY_S
+                self._send_samples(running)
+            at_first = time.monotonic() - began < _AT_FIRST_S
+            per_rank = _S_PER_RANK_AT_FIRST if at_first else _S_PER_RANK
+            interval_s = min(_LONGEST_S, max(_INTERVAL_S, self.first.placement.world_size * per_rank))
+            pause_s = interval_s if parts else max(interval_s, min(2 * pause_s, _IDLE_S))
+            if any(rank.ended is None for rank in running):
+                self.woken.wait(min(pause_s, alive_s))
                 self.woken.clear()
-        self.batch.flush()
 
-    def _send_leaving(self, spec: RankSpec) -> None:
-        if self.host.leaving and not self.leaving_sent:
-            self.leaving_sent = True
-            self.logs[0].info("worker was asked to end: the driver is asked to preempt the run")
-            self.batch.add(worker_notices.Leaving(spec.attempt, spec.rank))
+    def _send_samples(self, running: Sequence[_Rank]) -> None:
+        ranks = [SampledRank(rank.spec.rank, rank.pid, rank.gpu) for rank in running if rank.pid is not None]
+        try:
+            samples: list[SystemSample] = list(self.sampler.samples(ranks))
+        except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
+            self.ranks[0].log.info("system metrics not sampled", error=f"{type(error).__name__}: {error}")
+            return
+        for sample in samples:
+            self._send(News(self.first.attempt, sample=sample))
+
+    def _send(self, message: News, parts: Iterable[RankNews] = ()) -> None:
+        """Send a message with these parts; before it others, if it would become too large."""
+        batch: list[RankNews] = []
+        for part in parts:
+            if sum(each.size_bytes for each in batch) + part.size_bytes > news.MAX_DATA_BYTES:
+                self._post(News(message.attempt, tuple(batch)))
+                batch = []
+            batch.append(part)
+        self._post(dataclasses.replace(message, ranks=tuple(batch)))
+
+    def _post(self, message: News) -> None:
+        self.worker.log_event(topic(self.first.run_id), news.encode(message))
 
 
 def _run_log(worker: Worker, spec: RankSpec) -> log.RunLog:
@@ -184,52 +177,40 @@ def _run_log(worker: Worker, spec: RankSpec) -> log.RunLog:
     return log.RunLog("ddptrain.worker", worker.log_event, spec.run_id, **fields)
 
 
-# --- one rank from its start to its exit ---
-
-
-# The signals of which faulthandler writes the stacks into the log.
-_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
-_NUMBERS_S_PER_RANK = 0.001  # times the world size: between two notices of a rank that only logs numbers
-_MAX_NUMBERS_S = 2.0  # the limit of that time
-_OUTPUT_BYTES = 12 * 1024  # the most bytes in a notice: the scheduler keeps the last thousand messages of a topic
-_RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
-
-
-_gpus = GpuReader()
-
-
-class RankWatch:
+class _Rank:
     """One rank from its start to its exit.
 
     `ended` is None while it runs, then its exit, or the error that prevented it.
     """
 
-    def __init__(self, host: RankHost, spec: RankSpec, send: Callable[[Notice], None], logged: log.RunLog) -> None:
+    def __init__(self, host: RankHost, spec: RankSpec, logged: log.RunLog) -> None:
         self.host = host
         self.server = host.server  # this one until the end, even if the host replaces its server
-        self.spec = spec
+        self.spec, self.log = spec, logged
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
+        self.gpu = host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
+        self.pid: int | None = None
         self.ended: RankExit | Exception | None = None
-        self.send_sample: Callable[[SystemSample], None] = send  # from the sampler's thread
-        self._send = send
         self._sent = {"log": 0, "events": 0}  # sizes in bytes that the driver knows
-        self._notified_at = self._looked_at = time.monotonic()
+        self._looked_at = time.monotonic()
         self._process: ProcessMonitor | None = None  # these two are set when the process has started
         self._memory: MemoryWatch | None = None
-        self._numbers_s = min(spec.placement.world_size * _NUMBERS_S_PER_RANK, _MAX_NUMBERS_S)
-        self.log = logged
 
-    def start(self, port: int, resources: HostResources, woken: threading.Event) -> None:
-        """Request the rank; `woken` is set when it starts or ends. Raises RankServerLost, OSError."""
-        self.spool.create()
-        spec = self._completed(port, resources)
-        log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
-        slot = self.host.slot_name(spec.placement.slot)
+    def start(self, port: int, resources: HostResources, woken: threading.Event) -> list[RankNews]:
+        """Request the rank; `woken` is set when it starts or ends. Return the news if it cannot be started."""
         try:
-            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, slot, woken)
-        finally:
-            os.close(log_fd)
-            os.close(events_fd)
+            self.spool.create()
+            spec = self._completed(port, resources)
+            log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
+            slot = self.host.slot_name(spec.placement.slot)
+            try:
+                self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, slot, woken)
+            finally:
+                os.close(log_fd)
+                os.close(events_fd)
+        except Exception as error:  # of one rank's files or process; the other ranks continue
+            return self._given_up(error)
+        return []
 
     def _completed(self, port: int, resources: HostResources) -> RankSpec:
         """Return the spec with the values that the worker adds."""
@@ -240,61 +221,61 @@ class RankWatch:
         rank_resources = RankResources(gpu, resources, str(self.spool.staging))
         return rank_environment.complete(spec, self.host.environ, rank_resources)
 
-    def report_news(self) -> bool:
-        """Send notices about everything new.
+    def news(self, *, measures: bool) -> list[RankNews]:
+        """Return what is new. `measures`: also the rank's CPU time and the use of its GPU."""
+        try:
+            return self._news(measures=measures)
+        except Exception as error:
+            return self._given_up(error)
 
-        Return whether the rank's files have grown. Raises RankServerLost, OSError.
-        """
+    def _news(self, *, measures: bool) -> list[RankNews]:
         report = self.server.wait_exit(self.spec.key, 0)
-        self._log_start()
-        if report is not None:
-            self._end(report)
-            return True
-        grew = self._send_growth()
-        self._measure()
-        if time.monotonic() - self._notified_at > self.spec.supervision.alive_s:
-            self._notify(self._alive())
-        return grew
-
-    def _end(self, report: dict[str, Any]) -> None:
-        self._numbers_s = 0.0
-        with contextlib.suppress(OSError):  # a full disk, or a limit on the size of files: the exit is still reported
-            stack_reports.announce_flight_record(self.spool, self.spec)
-            stack_reports.report_error_file(self.spool, report["status"])
-        self._send_growth()
-        rank_exit = self._exit(report)
-        self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, reason=rank_exit.reason or None)
-        self._notify(rank_exit)
-        self.ended = rank_exit
-
-    def give_up(self, error: Exception) -> None:
-        """Report that the rank could not be started, or its rank server has ended; no further notices will follow."""
-        self.ended = error
-        self._notify(worker_notices.Broken(self.spec.attempt, self.spec.rank, (str(error) or repr(error))[:4_000]))
-
-    def _log_start(self) -> None:
         if (started := self.server.start_of(self.spec.key)) is not None:
             pid, how = started
             slot = self.spec.placement.slot
-            gpu = self.host.gpu_of(slot)
-            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=gpu, spool=self.spool.folder)
+            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
+        if report is not None:
+            return self._end(report)
+        if self.pid is None and (pid_now := self.server.pid_of(self.spec.key)) is not None:
+            self.pid, self._process, self._memory = pid_now, ProcessMonitor(pid_now), MemoryWatch(pid_now)
+        parts = self._growth()
+        if measures:
+            cpu_s = self._process.cpu_s() if self._process is not None else 0.0
+            percent = _gpus.percent(self.gpu) if self.gpu else None
+            last = parts.pop() if parts else RankNews(self.spec.rank, self._sent["log"], self._sent["events"])
+            parts.append(dataclasses.replace(last, cpu_s=cpu_s, gpu_percent=percent))
+        return parts
 
-    def _alive(self) -> worker_notices.Alive:
-        """Return a notice with the CPU time that the rank has used, and the use of its GPU if it is known."""
-        cpu_s = self._process.cpu_s() if self._process is not None else 0.0
-        gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
-        percent = _gpus.percent(gpu) if gpu else None
-        return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
+    def _growth(self) -> list[RankNews]:
+        """Return the new sizes, for a driver that does not see the files also bytes up to the rate limit."""
+        since_s, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
+        log_size, events_size = self.spool.sizes()
+        sizes = {"log": log_size, "events": events_size}
+        if sizes == self._sent:
+            return []
+        parts = []
+        budget = max(_DATA_BYTES, int(_RATE_BYTES_PER_S * min(_LONGEST_S, since_s)))
+        for stream, path in (("events", self.spool.events), ("log", self.spool.log)):
+            end = min(sizes[stream], self._sent[stream] + budget) if not self.spec.placement.shared else 0
+            while (offset := self._sent[stream]) < end:
+                if not (data := spool.read_chunk(path, offset, min(_DATA_BYTES, end - offset))):
+                    break  # the rank itself has made it shorter
+                self._sent[stream] = offset + len(data)
+                known = self._sent["log"], self._sent["events"]
+                parts.append(RankNews(self.spec.rank, *known, **{stream: data}))  # type: ignore[arg-type]
+        if sizes != self._sent:
+            self._sent = sizes
+            parts.append(RankNews(self.spec.rank, log_size, events_size))
+        return parts
 
-    def _measure(self) -> None:
-        """Start all measurements when the rank's process has started."""
-        if self._process is not None or (pid := self.server.pid_of(self.spec.key)) is None:
-            return
-        self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
-        spec = self.spec
-        gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
-        rank = spec.run_id, spec.attempt, spec.rank
-        self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, SYSTEM_EVERY_S, self.send_sample))
+    def _end(self, report: dict[str, Any]) -> list[RankNews]:
+        with contextlib.suppress(OSError):  # a full disk, or a limit on the size of files: the exit is still reported
+            stack_reports.announce_flight_record(self.spool, self.spec)
+            stack_reports.report_error_file(self.spool, report["status"])
+        parts = self._growth()
+        self.ended = ended = self._exit(report)
+        self.log.info("rank ended", pid=ended.pid, status=ended.status, reason=ended.reason or None)
+        return [*parts, RankNews(self.spec.rank, self._sent["log"], self._sent["events"], ended=ended)]
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
         """Return the exit that the rank server has reported, with its reason if it is known."""
@@ -308,43 +289,10 @@ class RankWatch:
                 timed_out, lost_peer = stack_reports.waited_for_peer(self.spool)
         elif report["status"] > 0:
             reason = self.spool.why_unwritable()
-        sizes = self.spool.sizes()
         process = report["pid"], report["status"], report["time_ns"]
-        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, reason, timed_out, lost_peer)
+        return RankExit(*process, reason, timed_out, lost_peer)
 
-    def _send_growth(self) -> bool:
-        """Report the sizes of the log and the events file. Return whether they have grown."""
-        since_s, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
-        log_size, events_size = self.spool.sizes()
-        sizes = {"log": log_size, "events": events_size}
-        if sizes == self._sent:
-            return False
-        if time.monotonic() - self._notified_at < self._numbers_s and self._has_only_numbers(events_size):
-            return True
-        if not self.spec.placement.shared:
-            self._send_output(sizes, since_s)
-        self._notify(worker_notices.Growth(self.spec.attempt, self.spec.rank, log_size, events_size))
-        self._sent = sizes
-        return True
-
-    def _has_only_numbers(self, events_size: int) -> bool:
-        """Return whether all new events are metrics or progress, which may reach the driver later."""
-        sent = self._sent["events"]
-        if events_size - sent > _OUTPUT_BYTES:
-            return False
-        return events.are_numbers(spool.read_chunk(self.spool.events, sent, events_size - sent))
-
-    def _send_output(self, sizes: dict[str, int], since_s: float) -> None:
-        """Send new bytes of log and events up to the rate limit. The driver fetches the rest."""
-        budget = max(_OUTPUT_BYTES, int(_RATE_BYTES_PER_S * min(1.0, since_s)))
-        for stream, path in (("events", self.spool.events), ("log", self.spool.log)):
-            offset = self._sent[stream]
-            end = min(sizes[stream], offset + budget)
-            while offset < end:
-                data = spool.read_chunk(path, offset, min(_OUTPUT_BYTES, end - offset))
-                self._notify(worker_notices.OutputBytes(self.spec.attempt, self.spec.rank, stream, offset, data))
-                offset += len(data)
-
-    def _notify(self, notice: Notice) -> None:
-        self._send(notice)
-        self._notified_at = time.monotonic()
+    def _given_up(self, error: Exception) -> list[RankNews]:
+        """Note that the rank could not be started, or its rank server has ended; no further news will follow."""
+        self.ended = error
+        return [RankNews(self.spec.rank, broken=(str(error) or repr(error))[:4_000])]

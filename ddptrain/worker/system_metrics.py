@@ -1,120 +1,56 @@
-"""Measures a host, its ranks and their GPUs in one thread of the worker, and sends one message for each run."""
+"""Measures a host, its ranks and their GPUs."""
 
 from __future__ import annotations
 
 import functools
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from ddptrain.log import Log
-from ddptrain.protocol.worker_notices import MAX_SAMPLED_RANKS, SystemSample
+from ddptrain.protocol.news import MAX_SAMPLED_RANKS, SystemSample
 
 SYSTEM_EVERY_S = 5.0
-_FIRST_S = 1.0  # from the start of a run's ranks to their first sample, so that short runs have one
-_log = Log(__name__)
-
-Send = Callable[[SystemSample], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRank:
     """A rank to sample: `pid` leads its process group, `gpu` is an entry of CUDA_VISIBLE_DEVICES or None."""
 
-    run_id: str
-    attempt: int
     rank: int
     pid: int
     gpu: str | None
-    every_s: float
-    send: Send
-
-
-@dataclass(slots=True)
-class _RunClock:
-    """When the next sample of a run is due (monotonic), the interval in seconds, and the rates of the host."""
-
-    due: float
-    every_s: float
-    rates: Rates
 
 
 class SystemSampler:
-    """Samples the host while it has ranks; the thread ends with the last rank."""
+    """Measures the host, and ranks on it. Rates are those since the last call, for the host since its creation."""
 
     def __init__(self) -> None:
-        self._lock = threading.Condition()
-        self._ranks: dict[str, tuple[SampledRank, Rates]] = {}  # by the key of the rank's task
-        self._runs: dict[tuple[str, int], _RunClock] = {}  # by run and attempt
+        self._host = Rates()
+        self._host.of(_host_counters(), time.monotonic())
+        self._ranks: dict[int, Rates] = defaultdict(Rates)
         self._gpus = GpuReader()
-        self._thread: threading.Thread | None = None
 
-    def add(self, key: str, rank: SampledRank) -> None:
-        """Sample a rank from now on."""
-        with self._lock:
-            self._ranks[key] = rank, Rates()
-            run = rank.run_id, rank.attempt
-            if run not in self._runs:
-                due = time.monotonic() + min(_FIRST_S, rank.every_s)
-                rates = Rates()
-                rates.of(_host_counters(), time.monotonic())
-                self._runs[run] = _RunClock(due, rank.every_s, rates)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ddptrain-system", daemon=True)
-                self._thread.start()
-            self._lock.notify()
-
-    def remove(self, key: str) -> None:
-        """Stop sampling a rank."""
-        with self._lock:
-            self._ranks.pop(key, None)
-            left = {(rank.run_id, rank.attempt) for rank, _ in self._ranks.values()}
-            self._runs = {run: clock for run, clock in self._runs.items() if run in left}
-            self._lock.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._runs:
-                    self._thread = None
-                    return
-                now = time.monotonic()
-                due = min(clock.due for clock in self._runs.values())
-                if due > now:
-                    self._lock.wait(due - now)
-                    continue
-                run, clock = min(self._runs.items(), key=lambda item: item[1].due)
-                clock.due = max(now, clock.due) + clock.every_s
-                ranks = [pair for pair in self._ranks.values() if (pair[0].run_id, pair[0].attempt) == run]
-            try:
-                for send, sample in self._samples(ranks, clock.rates):
-                    send(sample)
-            except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
-                _log.warning("system metrics not sampled", run=run[0], error=f"{type(error).__name__}: {error}")
-
-    def _samples(self, ranks: list[tuple[SampledRank, Rates]], host: Rates) -> Iterator[tuple[Send, SystemSample]]:
-        groups = members(rank.pid for rank, _ in ranks)
+    def samples(self, ranks: Sequence[SampledRank]) -> Iterator[SystemSample]:
+        """Yield the use of the host with that of up to MAX_SAMPLED_RANKS ranks each; nothing if all have ended."""
+        groups = members(rank.pid for rank in ranks)
         now, time_ns = time.monotonic(), time.time_ns()
         uses: dict[int, Mapping[str, float]] = {}
-        for rank, rates in ranks:
-            if use := rank_use(groups[rank.pid], rates, now):
+        for rank in ranks:
+            if use := rank_use(groups[rank.pid], self._ranks[rank.rank], now):
                 gpu = self._gpus.read(rank.gpu) if rank.gpu is not None else {}
                 uses[rank.rank] = _rounded(use | gpu)
-        if not uses:
-            return
-        first = ranks[0][0]
-        use_of_host, numbers = _rounded(_host_use(host, now)), sorted(uses)
-        for start in range(0, len(numbers), MAX_SAMPLED_RANKS):
-            part = numbers[start : start + MAX_SAMPLED_RANKS]
-            selected = {str(rank): uses[rank] for rank in part}
-            yield first.send, SystemSample(first.attempt, part[0], time_ns, socket.gethostname(), use_of_host, selected)
+        of_host = _rounded(_host_use(self._host, now)) if uses else {}
+        for start in range(0, len(uses), MAX_SAMPLED_RANKS):
+            numbers = sorted(uses)[start : start + MAX_SAMPLED_RANKS]
+            selected = {str(rank): uses[rank] for rank in numbers}
+            yield SystemSample(numbers[0], time_ns, socket.gethostname(), of_host, selected)
 
 
 def _rounded(use: Mapping[str, float]) -> dict[str, float]:

@@ -276,7 +276,7 @@ class _CaseRun:
             return
         failure = record["failure"] or {}
         if self.kind.restart:
-            named = re.findall(r"rank (\d+) (?:failed|hung): (.*)", ended.stderr)
+            named = re.findall(r"rank (\d+) on \S+ (?:failed first|hung): (.*)", ended.stderr)
             right = any(
                 (not wanted.ranks or int(rank) in wanted.ranks) and wanted.words in line for rank, line in named
             )

@@ -30,9 +30,9 @@ def test_cause_is_shown_while_the_other_ranks_take_long_to_stop(project: Project
     """
     config = project.function(code, failure={"grace_s": 4})
     running = project.start("train", config, "--cluster", shared_cluster, "--ranks", "2")
-    running.wait_for("rank 1 failed: ValueError: no such label")
+    running.wait_for("failed first: ValueError: no such label")
     assert running.popen.poll() is None, "the cause was shown only at the end"
-    assert "failed first" not in running.stderr
+    assert "; log: " not in running.stderr
     done = running.finish()
     assert done.rc == 1
     faults = [line for line in lines(project.run_directories()[0] / "events.jsonl") if line["event"] == "fault"]

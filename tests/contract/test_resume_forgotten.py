@@ -33,7 +33,7 @@ def test_forgotten_ctx_resume_is_named_with_the_line_to_add(project: Project, sh
     config = project.function(TRAIN, **AGAIN)
     done = project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=0)
     assert "from step 3" not in done.stderr, "it does not continue there"
-    assert "starting the ranks again in 0.1 s, with the checkpoint of step 3 (restart 1 of 1)" in done.stderr
+    assert "starting the ranks again, with the checkpoint of step 3 (restart 1 of 1)" in done.stderr
     (warning,) = warnings(project)
     assert "begins at step 1, although the run has a checkpoint of step 3" in warning
     assert "resumed = ctx.resume(model=model, optimizer=optimizer)" in warning

@@ -65,13 +65,14 @@ def test_failure_is_annotated_at_the_line_and_reported_in_every_form(run_cli: Cl
     files = "--report", "out/report.md", "--report", "out/junit.xml"
     done = run_cli("train", "toy.yaml", "--set", "params.fail=true", *files, env=job(folder))
     assert done.rc == 1, done.stderr
-    cause = r"rank 1 on \S+: ValueError: 50%25 of the data, or so"
+    cause = r"rank 1 on \S+ failed first: ValueError: 50%25 of the data, or so"
     (annotation,) = commands(done.stderr)
     assert "\nlast lines of rank 1:\n[rank 1] " in done.stderr
     assert re.fullmatch(rf"::error file=work\.py,line=12,title=ddptrain%3A toy failed::{cause}", annotation)
     summary = (folder / "summary.md").read_text()
     assert re.match(
-        r"## ❌ `toy`: failed\n\n`rank 1 on \S+: ValueError: 50% of the data, or so`\n\nat `work.py:12`\n", summary
+        r"## ❌ `toy`: failed\n\n`rank 1 on \S+ failed first: ValueError: 50% of the data, or so`\n\nat `work.py:12`\n",
+        summary,
     )
     assert "```mermaid\n" in summary
     assert (folder / "out" / "report.md").read_text() == summary

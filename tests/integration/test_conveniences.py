@@ -71,7 +71,7 @@ def assert_equal_after_a_fault(
     assert whole.rc == 0, whole.stderr
     killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
     assert killed.rc == 0, killed.stderr
-    assert f"starting the ranks again in 0.1 s, with the checkpoint of step {saved}" in killed.stderr
+    assert f"starting the ranks again, with the checkpoint of step {saved}" in killed.stderr
     runs = run_cli.folder / "runs"
     assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == result
     assert weights(runs / "killed", 12) == weights(runs / "whole", 12)

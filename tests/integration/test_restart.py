@@ -114,8 +114,8 @@ def test_killed_rank_is_started_again_and_the_weights_are_those_of_an_undisturbe
     trainer.cluster = {"ranks": 2}  # of its own
     ended = trainer.train("--run-id", "killed", max_restarts=1, die_in=3)
     assert ended.rc == 0, ended.stderr
-    assert "rank 1 failed: killed by SIGKILL" in ended.stderr
-    assert "starting the ranks again in 0.1 s, with the checkpoint of step 2, epoch 2 (restart 1 of 1)" in ended.stderr
+    assert "failed first: killed by SIGKILL" in ended.stderr
+    assert "starting the ranks again, with the checkpoint of step 2, epoch 2 (restart 1 of 1)" in ended.stderr
     assert "[rank 1] attempt 2 begins with epoch 3 note of 2" in ended.stdout
     assert [attempt["outcome"] for attempt in trainer.record("killed")["attempts"]] == ["failed", "succeeded"]
     assert trainer.record("killed")["checkpoints"] == ["step-4", "step-3", "step-2"]

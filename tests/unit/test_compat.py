@@ -15,7 +15,7 @@ import pytest
 
 from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, outbox, rank_entrypoint, results
 from ddptrain.errors import TrainingFailed
-from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.protocol.news import RankExit
 from ddptrain.results.errors import UnsafePath
 from tests.unit.specs import make_spec
 
@@ -122,7 +122,7 @@ def test_rank_that_was_stopped_is_not_the_cause_of_the_loss_of_another_worker(tm
 def outcome(folder: Path, status: int) -> Any:
     log = folder / "log"
     log.write_text("last words\n")
-    return dispatch._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
+    return dispatch._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(7, status, 9))
 
 
 def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -109,7 +110,7 @@ def test_write_all_goes_on_after_a_short_write(tmp_path: Path, monkeypatch: pyte
 def test_exclusive_lock_keeps_out_all_and_shared_ones_do_not_keep_out_each_other(tmp_path: Path) -> None:
     one, two = (os.open(tmp_path / "lock", file_ops.CREATE) for _ in range(2))
     assert file_ops.try_lock(one) and not file_ops.try_lock(two) and not file_ops.try_lock(two, shared=True)
-    file_ops.unlock(one)
+    fcntl.flock(one, fcntl.LOCK_UN)
     assert file_ops.try_lock(one, shared=True) and file_ops.try_lock(two, shared=True)
     assert not file_ops.try_lock(one)
     os.close(two)

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from ddptrain import host_identity
-from ddptrain.host_identity import HostId, Relation, file_view, is_loopback, relation, this_host, where_to_run
+from ddptrain.clusters.hosts import Relation, is_loopback, relation, where_to_run
+from ddptrain.host_identity import HostId, file_view, this_host
 
 HERE = HostId(name="login1", machine="m1", boot="b1", pids="pid:[1]")
 

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "results": {"storage", "tracking"},  # tracking: files that W&B has written
     "workloads": {"storage"},
     "worker": set(),
-    "rank": {"tracking", "workloads"},
+    "rank": {"tracking"},
     "clusters": {"worker"},
     "driver": {
         "clusters",
@@ -50,8 +50,9 @@ ALLOWED: dict[str, set[str]] = {
 DOORS = {
     ("workloads", "ddptrain.rank.context"),
     ("workloads", "ddptrain.rank.prepare"),  # weights of rank 0 for all, after DDP was built
-    ("workloads", "ddptrain.results.checkpoints.verification"),  # a checkpoint is verified before it is used
-    ("workloads", "ddptrain.results.errors"),
+    ("workloads", "ddptrain.rank.checkpoint.weights"),  # a saved model
+    ("weights.py", "ddptrain.results.checkpoints.verification"),  # a checkpoint is verified before it is used
+    ("weights.py", "ddptrain.results.errors"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
     ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback

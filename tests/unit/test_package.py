@@ -61,7 +61,7 @@ def test_files_that_comments_and_design_pages_name_exist() -> None:
 
 def test_package_of_every_tracker_is_installed_or_in_its_extra() -> None:
     always = {Requirement(text).name for text in PROJECT["dependencies"]}
-    for tracker in TRACKERS:
+    for tracker in TRACKERS.built_in:
         extra = TRACKER_EXTRAS.get(tracker)
         packages = {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]} if extra else always
         assert tracker in packages

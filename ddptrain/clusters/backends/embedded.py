@@ -85,7 +85,7 @@ class EmbeddedCluster(Cluster):
         status = self._worker.poll()
         if status is None:
             return None
-        from ddptrain.protocol.worker_notices import describe_status
+        from ddptrain.protocol.news import describe_status
 
         words = self.worker_log.read_text(errors="replace").strip() if self.worker_log.exists() else ""
         return f"the Dask worker (pid {self._worker.pid}) ended: {describe_status(status)}" + (

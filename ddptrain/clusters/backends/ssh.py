@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ddptrain import __version__
+from ddptrain.clusters.hosts import is_loopback
 from ddptrain.clusters.processes import FOLDER, PYTHON, DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
@@ -25,7 +26,6 @@ from ddptrain.clusters.security import CERT_FILE, KEY_FILE
 from ddptrain.config.sections.clusters import ClusterConfig, SshSettings
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.host_identity import is_loopback
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")

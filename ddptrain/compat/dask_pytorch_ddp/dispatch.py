@@ -25,13 +25,15 @@ from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
 from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, read_answer
+from ddptrain.config.run_config import FailureConfig, RunConfig
+from ddptrain.driver.rank_specs import rank_sections
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import rank_spec
+from ddptrain.protocol.news import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.results.layout import new_run_id
 from ddptrain.worker import driver_calls, rank_task, spool
 from ddptrain.worker.foreign_worker import rank_host
@@ -138,18 +140,18 @@ def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> lis
     # The modules of the function are beside the client's script, or in its working directory.
     first = os.path.abspath(sys.path[0]) if sys.path else os.getcwd()
     search_path = tuple(dict.fromkeys((first, os.getcwd())))
+    config = rank_sections(RunConfig(workload=_WORKLOAD, failure=FailureConfig(grace_s=GRACE_S)))
     return [
         RankSpec(
             run_id=run_id,
             attempt=1,
             rank=place.rank,
+            config=config,
             placement=rank_spec.Placement(
                 len(places), place.local_rank, place.local_world_size, place.node_rank, place.slot.index
             ),
             group=rank_spec.ProcessGroup(chosen, rank_spec.DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
-            checkpointing=rank_spec.Checkpointing(every_epochs=1),
             code=rank_spec.Code(_WORKLOAD, os.getcwd(), sys_path=search_path),
-            supervision=rank_spec.Supervision(GRACE_S),
         )
         for place in places
     ]
@@ -274,7 +276,7 @@ def run_job(spec_json: str, pickled: bytes, future_arguments: Mapping[int | str,
     )
     log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
     with _echoed(log):
-        exited = exit_from_json(rank_task.run_rank(spec.to_json()))
+        exited = rank_task.run_rank(spec.to_json())
     return _outcome(spec, str(answer), log, exited)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from distributed import Client, Future, get_client, get_worker, wait
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
-from ddptrain.driver.workers import wait_for_answer
+from ddptrain.driver.workers import send
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results.errors import UnsafePath
@@ -165,7 +165,7 @@ class _Collector:
     ) -> dict[str, Any]:
         question = self.client.run(function, *args, workers=workers, on_error=on_error, asynchronous=True)
         try:
-            answer: dict[str, Any] = wait_for_answer(self.client, question, lambda: _ANSWER_S, lambda: 0)
+            answer: dict[str, Any] = send(self.client, question).result(_ANSWER_S)
         except (OSError, TimeoutError) as error:
             raise ClusterError(f"could not get results from the workers: {error}") from error
         return answer

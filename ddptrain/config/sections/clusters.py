@@ -92,7 +92,7 @@ class KubernetesSettings(Strict):
 
 
 def _known_backend(name: str) -> str:
-    if name in plugin_names.BACKENDS or name in (known := plugin_names.backends()):
+    if name in plugin_names.BACKENDS.built_in or name in (known := plugin_names.BACKENDS.names()):
         return name
     raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
@@ -134,7 +134,7 @@ class ClusterConfig(Strict):
     backend: Annotated[str, AfterValidator(_known_backend)] = Field(
         default="local",
         description="Where workers come from: local, address, ssh, slurm, saturn, kubernetes, class, or another name.",
-        json_schema_extra={"examples": [*plugin_names.BACKENDS]},
+        json_schema_extra={"examples": [*plugin_names.BACKENDS.built_in]},
     )
     address: SchedulerAddress | None = Field(
         default=None,
@@ -230,13 +230,13 @@ class ClusterConfig(Strict):
             raise _misplaced("class", self.backend, "class")
         if self.backend == "class" and self.class_ is None:
             raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
-        if self.kwargs and self.backend in plugin_names.BACKENDS and self.backend not in ("class", *_CLASSES):
+        if self.kwargs and self.backend in plugin_names.BACKENDS.built_in and self.backend not in ("class", *_CLASSES):
             raise _misplaced("kwargs", self.backend, "class")
         return self
 
 
 # The backends that have a section of their own.
-_SECTIONS = tuple(name for name in plugin_names.BACKENDS if name in ClusterConfig.model_fields and name != "address")
+_SECTIONS = ("ssh", "slurm", "kubernetes")
 # Field -> the backend that follows from it.
 _IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")}
 BACKEND_FIELDS = tuple(_IMPLIED)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ddptrain.config.plugin_names import TRACKERS, known_tracker, trackers
+from ddptrain.config.plugin_names import TRACKERS
 from ddptrain.config.types import FilledText, Seconds, Strict, off_word, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.protocol.rank_spec import TrackerSpec
@@ -43,10 +43,10 @@ def _watched(value: object) -> object:
 
 
 def _tracker_name(name: str) -> str:
-    if name in TRACKERS:
+    if name in TRACKERS.built_in:
         raise wrong_field("", f"has a section of its own, tracking.{name}", f"write tracking.{name}.mode")
-    if not known_tracker(name):
-        hint = did_you_mean(name, trackers()) + " Your own is package.module:Class."
+    if TRACKERS.target(name) is None:
+        hint = did_you_mean(name, TRACKERS.names()) + " Your own is package.module:Class."
         raise wrong_field("", f"there is no such tracker, got {describe_value(name)}", hint)
     return name
 
@@ -126,7 +126,7 @@ class TrackingConfig(Strict):
 
     def for_rank(self, rank: int) -> list[TrackerSpec]:
         """Return the trackers of a rank. The driver sets their field `from_driver`."""
-        sections = {name: getattr(self, name) for name in TRACKERS}
+        sections = {name: getattr(self, name) for name in TRACKERS.built_in}
         modes = [
             *(
                 (name, section.mode, section.model_dump(), getattr(section, "finish_timeout_s", _FINISH_TIMEOUT_S))

@@ -39,7 +39,7 @@ from ddptrain.driver.display.renderers import (
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 
 if TYPE_CHECKING:
-    from ddptrain.protocol.worker_notices import SystemSample
+    from ddptrain.protocol.news import SystemSample
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches

@@ -24,7 +24,7 @@ from ddptrain.results.system import SystemSummary
 from ddptrain.text_tables import columns_of
 
 if TYPE_CHECKING:
-    from ddptrain.protocol.worker_notices import SystemSample
+    from ddptrain.protocol.news import SystemSample
 
 LOCKSTEP_FROM = 3  # the smallest run whose ranks share a row
 BEHIND_S = 5.0  # a rank whose progress differs from that of the others by more than they do in this time has a row

@@ -20,7 +20,7 @@ from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.results.run_record import as_json_data
 
 if TYPE_CHECKING:
-    from ddptrain.protocol.worker_notices import SystemSample
+    from ddptrain.protocol.news import SystemSample
 
 QUIET_S = 60.0  # without any line
 _ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)

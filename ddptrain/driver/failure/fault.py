@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from ddptrain.errors import ExitCode, one_line
 from ddptrain.protocol import events
-from ddptrain.protocol.worker_notices import RankExit, describe_status
+from ddptrain.protocol.news import RankExit, describe_status
 from ddptrain.results.run_record import FailureRecord
 
 
@@ -78,11 +78,6 @@ class Fault:
         text = one_line(self.message) if self.type in ("", "SystemExit") else _one_line(self.type, self.message)
         return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
-    @property
-    def verb(self) -> str:
-        """What the rank did: "hung" or "failed"."""
-        return "hung" if self.kind is FaultKind.HANG else "failed"
-
     def record(self, host: str, log: str) -> FailureRecord:
         """Return the fault as run.json contains it; `log` is the path of the rank's log."""
         return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)
@@ -119,16 +114,16 @@ def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
     return Fault(rank, FaultKind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
-def from_exit(ended: RankExit, where: str = "in the middle of the workload") -> Fault:
+def from_exit(rank: int, ended: RankExit, where: str = "in the middle of the workload") -> Fault:
     """Return the fault of a rank that ended without reporting a failure: it was killed, or it called os._exit."""
     if ended.status < 0:
         victim = ended.timed_out or ended.lost_peer
-        return Fault(ended.rank, FaultKind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=ended.timed_out)
+        return Fault(rank, FaultKind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=ended.timed_out)
     text = f"the process ended with {describe_status(ended.status)} {where}"
     if ended.reason:
         text = f"{text}, and could not report why: {ended.reason}"
-        return Fault(ended.rank, FaultKind.RESULTS, ended.time_ns, text, status=ended.status)
-    return Fault(ended.rank, FaultKind.EXIT, ended.time_ns, text, status=ended.status)
+        return Fault(rank, FaultKind.RESULTS, ended.time_ns, text, status=ended.status)
+    return Fault(rank, FaultKind.EXIT, ended.time_ns, text, status=ended.status)
 
 
 def add_thread_failure(fault: Fault, ended: events.ThreadFailure | None) -> Fault:

@@ -99,10 +99,14 @@ def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
 
 
 def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
-    failure = _record(end, fault, layout)
-    what = "hung" if fault.kind is FaultKind.HANG else "failed first"
-    cause = f"rank {fault.rank} on {failure.host} {what}: {fault.line}{_others(end.ranks, fault.rank)}"
+    failure, cause = _record(end, fault, layout), describe_fault(fault, end.ranks)
     return RunEnd(RunStatus.FAILED, fault.exit_code, replace(failure, cause=cause), f"; log: {failure.log}")
+
+
+def describe_fault(fault: Fault, ranks: Sequence[Rank]) -> str:
+    """Return the root cause of an attempt in one line."""
+    what = "hung" if fault.kind is FaultKind.HANG else "failed first"
+    return f"rank {fault.rank} on {ranks[fault.rank].record().host} {what}: {fault.line}{_others(ranks, fault.rank)}"
 
 
 def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:

@@ -31,12 +31,6 @@ _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
 _QUIET = 1 / 3  # of the limit: from then on, the live display shows for how long a rank has not reported
 
 
-def alive_s(hang_timeout_s: float | str | None, lost_after_s: float) -> float:
-    """Return the seconds between two notices about a silent rank: short enough for both limits."""
-    limit_s = hang_timeout_s if isinstance(hang_timeout_s, float) else lost_after_s
-    return min(2.0, lost_after_s / 4, limit_s / 4)
-
-
 def is_stacks_file(event: events.Event) -> bool:
     """Return whether an event is a rank's file of stacks, which the driver has requested."""
     return isinstance(event, events.FileSaved) and event.path.startswith(f"{STACKS_FOLDER}/")

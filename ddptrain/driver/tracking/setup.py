@@ -37,7 +37,7 @@ def check_trackers(config: RunConfig) -> None:
     if not config.cluster.is_embedded:
         return
     for name in (tracker.name for tracker in config.tracking.for_rank(0)):
-        if name in TRACKERS and find_spec(name) is None:
+        if name in TRACKERS.built_in and find_spec(name) is None:
             raise UsageError(
                 f"tracking.{name} is on, but the package {name} is not installed: "
                 f"{install_tracker(name)}, or turn it off with --set tracking.{name}.mode=off"

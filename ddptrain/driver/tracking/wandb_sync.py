@@ -138,11 +138,11 @@ def _sync(
         folder = view.layout.root / RECORDED
         for each in (view.layout.tracking_dir, folder):
             make_folder(each)  # refuses what is not a folder of this user
-        held = ownership.take(folder / _LOCK)
+        held = ownership.Owner(folder / _LOCK).take()
         try:
             return _send_all(view, processes, deadline)
         finally:
-            os.close(held)
+            held.release()
     except _Skipped as reason:
         return SyncResult(view.run_id, skipped=str(reason))
     except RunLocked:

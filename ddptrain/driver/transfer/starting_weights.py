@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddptrain.config.load import load_data
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.resolved import ResolvedConfig, resolve
-from ddptrain.errors import ConfigError, UsageError
+from ddptrain.errors import UsageError
 from ddptrain.file_ops import atomic_file, hash_file
 from ddptrain.log import Log
 from ddptrain.model_registry.model_reader import ModelReader, open_version
@@ -27,6 +26,7 @@ from ddptrain.protocol.rank_spec import (
 )
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.secure_files import make_folder, read_bytes
 
 _MODEL_FILE = "model.safetensors"
@@ -111,12 +111,10 @@ def _classes(folder: Path) -> tuple[str, ...]:
 
 def _recorded(run_dir: Path) -> str | None:
     """Return the parameter `weights` in the config.yaml of a run; None if there is none."""
-    path = RunLayout(run_dir).config_yaml
     try:
-        data = load_data(read_bytes(path), str(path))
-    except (OSError, ConfigError):
+        params = parsed_config(read_bytes(RunLayout(run_dir).config_yaml)).get("params")
+    except OSError:
         return None
-    params = data.get("params") if isinstance(data, Mapping) else None
     weights = params.get(PARAM) if isinstance(params, Mapping) else None
     return weights if isinstance(weights, str) else None
 

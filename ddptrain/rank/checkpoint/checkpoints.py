@@ -68,7 +68,7 @@ class Checkpoints:
         self._count = 0
         self._waits = False  # whether a checkpoint is due, but the optimizer is within its window
         self._has_resumed = False
-        self._compares = bool(spec.checkpointing.resume_from)  # until the first step is known to be right or wrong
+        self._compares = bool(spec.resume_from)  # until the first step is known to be right or wrong
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._hurry = threading.Event()
@@ -96,7 +96,7 @@ class Checkpoints:
             return False, False
         began = time.monotonic()
         self._start(model, optimizer, step, optional("epoch", epoch), numbers(metrics), rank_state, more)
-        if not self._spec.checkpointing.asynchronous or ends:
+        if not self._spec.config.checkpoint.asynchronous or ends:
             self.wait()
         if self._spec.rank == 0:
             self._emitter.timed("checkpoint", time.monotonic() - began)
@@ -170,7 +170,7 @@ class Checkpoints:
         raise error
 
     def _run(self, save: _Save) -> None:
-        if self._spec.checkpointing.asynchronous:
+        if self._spec.config.checkpoint.asynchronous:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
         try:
@@ -239,7 +239,7 @@ class Checkpoints:
         """Load the checkpoint to resume from, if there is one, into the given objects, the loaders and the scaler."""
         self._agreement.saves = True
         self._agreement.meet("resume")
-        if not self._spec.checkpointing.resume_from:
+        if not self._spec.resume_from:
             return None
         resumed, state = files.load_checkpoint(self._spec, self._device, model, optimizer, more, self._note)
         self._loaders.restore(state.get("loaders") or [], int(resumed.epoch or 0) + 1)
@@ -257,7 +257,7 @@ class Checkpoints:
 
     def _compare(self, step: int) -> None:
         """Warn if the first step is not after that of the checkpoint: work is done again, and steps run backwards."""
-        saved = self._spec.checkpointing.resume_step
+        saved = self._spec.resume_step
         is_first, self._compares = self._compares, False
         if not is_first or step > saved:
             return

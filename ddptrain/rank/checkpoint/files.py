@@ -21,8 +21,7 @@ from ddptrain.protocol.events import StagedFile
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.tensor_slices import MODEL, OPTIMIZER, is_sharded_checkpoint, shard_file, slice_metadata
 from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot, is_sharded, unwrapped
-from ddptrain.workloads.saved_model import with_module_versions
-from ddptrain.workloads.saved_weights import MODEL_FILE, SAFETENSORS_TYPES, read_weights
+from ddptrain.rank.checkpoint.weights import MODEL_FILE, SAFETENSORS_TYPES, read_weights, with_module_versions
 
 if TYPE_CHECKING:
     import torch
@@ -223,31 +222,20 @@ def load_checkpoint(
     note: Callable[[str], None],
 ) -> tuple[Resumed, dict[str, Any]]:
     """Load the checkpoint of `spec` into the given objects; return the result for the user, and all of its state."""
-    state = read(Path(spec.checkpointing.resume_from), model, optimizer, device)
+    state = read(Path(spec.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
         if name in extra:
             value.load_state_dict(extra[name])
         else:
             note(f"the checkpoint of step {state['step']} contains no {name!r}: it starts from the beginning")
-    ranks = state.get("ranks") or []
-    rank_data = ranks[spec.rank] if len(ranks) == spec.placement.world_size else None
-    data = _map(
-        {name: value for name, value in extra.items() if name not in more}, Tensor, lambda each: each.to(device)
-    )
-    _restore_random(spec, device, ranks, rank_data, note)
-    rank_state = rank_data["rank_state"] if rank_data else None
-    resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.placement.world_size)
-    return resumed, state
-
-
-def _restore_random(
-    spec: RankSpec, device: torch.device, ranks: list[Any], rank_data: Any, note: Callable[[str], None]
-) -> None:
-    if rank_data:
-        restore_random(rank_data["random"], device)
+    data = {name: value for name, value in extra.items() if name not in more}
+    data = _map(data, Tensor, lambda tensor: tensor.to(device))
+    ranks, world_size = state.get("ranks") or [], spec.placement.world_size
+    own = ranks[spec.rank] if len(ranks) == world_size else None
+    if own:
+        restore_random(own["random"], device)
     elif ranks:
-        world_size = spec.placement.world_size
         note(
             f"the checkpoint is of {len(ranks)} ranks, this run has {world_size}: it continues where they were, "
             "with new random states"
@@ -255,3 +243,5 @@ def _restore_random(
             else "the checkpoint lacks the random states of some ranks: those are new"
         )
         reseed_random(ranks[0]["random"], spec.rank)
+    rank_state = own["rank_state"] if own else None
+    return Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or world_size), state

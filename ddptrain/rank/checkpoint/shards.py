@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ddptrain.protocol.tensor_slices import OPTIMIZER, Place, SavedTensor, read_shards, saved_model
 from ddptrain.rank.checkpoint.snapshot import Shards, memory_of, require_savable, unwrapped
-from ddptrain.workloads.saved_weights import tensor_of
+from ddptrain.rank.checkpoint.weights import tensor_of
 
 _NAMES = "ddptrain.names"  # key in the optimizer's saved parameter groups: the names of weights, in place of numbers
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ddptrain.errors import one_line
 from ddptrain.protocol.tensor_slices import Place
+from ddptrain.rank.checkpoint.weights import SAFETENSORS_TYPES
 from ddptrain.sanitize import sanitized
-from ddptrain.workloads.saved_weights import SAFETENSORS_TYPES
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _HUGE_BYTES = 4 << 20

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -18,9 +17,6 @@ from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.run_record import EnvironmentValue, RunStatus, root_cause
 from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
-
-if TYPE_CHECKING:
-    from ddptrain.reports.html.page_content import Page
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("chart.js", "curves.js", "sweep.js", "page.js")
@@ -64,7 +60,7 @@ def _safe_data(value: object) -> object:
     return [_safe_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def render_page(page: Page, data: Mapping[str, object]) -> bytes:
+def render_page(page: object, data: Mapping[str, object]) -> bytes:
     """Return the page as UTF-8; `data` is for its script.
 
     Its policy permits the script and the style of this package, by their hashes, and pictures inside the page.

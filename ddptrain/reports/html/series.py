@@ -68,7 +68,7 @@ def read_lines(view: RunView) -> list[Line]:
     ResultsError if the file can't be read.
     """
     logged = MetricsReader(view.layout.metrics_jsonl, _READ_BYTES).read()
-    series = series_of(drop_replaced(_bounded(logged), view.record.attempts))
+    series = series_of(drop_replaced(_bounded(logged)))
     start = _start(view, series)
     return [line for name in sorted({name for name, _ in series}) for line in _of_metric(name, series, start)]
 

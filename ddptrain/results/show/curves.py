@@ -61,7 +61,7 @@ def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
 
     Raises UsageError if the run has logged no such metric, or none at all.
     """
-    series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+    series = read_series(view.layout.metrics_jsonl)
     if any(name.startswith(PREFIX) for name in metrics):
         series |= system_series(read_system(view.layout.system_jsonl))
     return _plot(view, series, _chosen_names(view, sorted({name for name, _ in series}), metrics))
@@ -69,7 +69,7 @@ def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
 
 def whole_plot(view: RunView) -> Plot:
     """Return the curves of every metric of the run; none if it has logged nothing. Raises ResultsError."""
-    series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+    series = read_series(view.layout.metrics_jsonl)
     return _plot(view, series, sorted({name for name, _ in series}))
 
 

@@ -31,10 +31,11 @@ def final_text(line: str) -> str:
 class LogCursor:
     """Reads a growing log; keeps the bytes of a line that has not ended."""
 
-    def __init__(self, path: Path, lines: int | None = None) -> None:
+    def __init__(self, path: Path, lines: int | None = None, offset: int = 0) -> None:
+        """Begin at the `offset`, or with the last `lines` lines."""
         self._path = path
         self._partial = b""
-        self._offset = 0 if lines is None else start_of_last(path, lines)
+        self._offset = offset if lines is None else start_of_last(path, lines)
 
     def read(self) -> Iterator[str]:
         """Yield the lines that have ended since the last call; none while there is no file."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
-from ddptrain.protocol.worker_notices import describe_status
+from ddptrain.protocol.news import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.run_record import (

@@ -6,11 +6,11 @@ import itertools
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
+from ddptrain.rank.checkpoint.weights import load_checkpoint
 from ddptrain.workloads.petnames.data import make_rows
 from ddptrain.workloads.petnames.held_out import read_names
 from ddptrain.workloads.petnames.model import CharacterModel
 from ddptrain.workloads.petnames.train import mean_nll
-from ddptrain.workloads.saved_model import load_checkpoint
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

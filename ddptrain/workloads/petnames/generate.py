@@ -11,10 +11,10 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import read_regular
+from ddptrain.rank.checkpoint.weights import check_workload, checkpoint_folder, load_checkpoint
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, display, foreign_characters, normalise
 from ddptrain.workloads.petnames.model import CharacterModel
 from ddptrain.workloads.petnames.sampling import sample_names
-from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, load_checkpoint
 
 MAX_BATCH = 8192
 _ATTEMPTS_PER_NAME = 20  # bounds the run time of a model that repeats itself

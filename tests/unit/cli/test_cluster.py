@@ -91,7 +91,7 @@ def test_runs_file_gives_its_cluster_section_and_options_win(
     assert [(name, config.ranks) for config, name, _ in asked] == [("pets", 2), ("local", 5)]
 
 
-@pytest.mark.parametrize("backend", plugin_names.BACKENDS)
+@pytest.mark.parametrize("backend", plugin_names.BACKENDS.built_in)
 def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missing(
     call: Call, asked: list[tuple[ClusterConfig, str, bool]], backend: str
 ) -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from ddptrain.clusters import record as records
 from ddptrain.clusters import resolve
+from ddptrain.clusters.hosts import Relation
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import make_tls
 from ddptrain.config.sections.clusters import ClusterConfig, SshSettings
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.host_identity import HostId, Relation, this_host
+from ddptrain.host_identity import HostId, this_host
 
 OTHER = HostId("login2", "m", "b", "p")
 

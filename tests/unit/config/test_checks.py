@@ -141,7 +141,7 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def entry_points(**wanted: Any) -> EntryPoints:
-        points = EntryPoints([EntryPoint("birds", "not_there.train:run [extra]", plugin_names.ENTRY_POINT_GROUP)])
+        points = EntryPoints([EntryPoint("birds", "not_there.train:run [extra]", plugin_names.WORKLOADS.group)])
         return points.select(**wanted)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
@@ -154,7 +154,7 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
 # --- cluster backends ---
 
 
-@pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.items() if target])
+@pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.built_in.items() if target])
 def test_class_of_every_backend_is_found(backend: str) -> None:
     made = plugin_names.provider_class(backend)()
     assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop", "reopen"))
@@ -170,8 +170,8 @@ def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
 ) -> None:
     def entry_points(**wanted: Any) -> EntryPoints:
         points = [
-            EntryPoint("mine", "collections:OrderedDict", plugin_names.BACKEND_GROUP),
-            EntryPoint("broken", "not_there.at_all:Provider", plugin_names.BACKEND_GROUP),
+            EntryPoint("mine", "collections:OrderedDict", plugin_names.BACKENDS.group),
+            EntryPoint("broken", "not_there.at_all:Provider", plugin_names.BACKENDS.group),
         ]
         return EntryPoints(points).select(**wanted)
 

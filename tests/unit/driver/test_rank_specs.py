@@ -16,7 +16,7 @@ from ddptrain.driver import rank_specs
 from ddptrain.driver import ranks as rank_place
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
+from ddptrain.protocol.rank_spec import Code, Placement, ProcessGroup
 
 # --- The rank specs that a configuration and its places lead to, with known values ---
 
@@ -80,15 +80,13 @@ def test_instances_of_one_gpu_use_gloo() -> None:
     assert rank_specs.process_group(load().config, slices).backend == "gloo"
 
 
-def test_checkpoint_settings_and_failure_policy_are_those_of_the_configuration() -> None:
-    config = load(
-        checkpoint={"every_steps": 7, "asynchronous": False},
-        failure={"grace_s": 4, "max_restarts": 3, "hang_timeout_s": 8, "lost_after_s": 40},
-    ).config
-    assert rank_specs.checkpointing(config) == Checkpointing(
-        config.checkpoint.every_epochs, 7, None, asynchronous=False
-    )
-    assert rank_specs.supervision(config) == Supervision(4.0, 2.0, 3)
+def test_sections_of_the_configuration_reach_the_rank_unchanged_without_secrets() -> None:
+    config = load(params={"epochs": 2}, env={"TOKEN": "x"}, failure={"nan": "stop", "hang_timeout_s": 8}).config
+    found = rank_specs.rank_sections(config)
+    assert found.failure.nan == "stop" and found.failure.hang_timeout_s == 8.0
+    assert vars(found.checkpoint) == config.checkpoint.model_dump()
+    assert not hasattr(found, "params") and not hasattr(found, "env")
+    assert rank_specs.rank_sections(load(profile={"steps": [1, 2]}).config, profile=False).profile is None
 
 
 def test_built_in_workload_searches_no_folder_of_the_users(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_pa
         telling.training((RankRecord(rank=0, host="here"),))
         assert writer.record.attempts[0].ranks[0].host == "here"
         assert heard.lines == []
-        telling.attempt_over(None)
+        telling.attempt_over()
         telling.training(())
         assert heard.lines == ["training"]
 

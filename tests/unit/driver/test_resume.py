@@ -130,12 +130,12 @@ def test_auto_names_who_has_the_lock_also_before_run_json_does(tmp_path: Path) -
     layout = RunLayout(tmp_path / "night")
     killed = dataclasses.replace(load_run(layout.root).record, status=RunStatus.RUNNING, driver=DriverRecord(1, "old"))
     layout.run_json.write_text(killed.to_json())
-    held = ownership.take(layout.lock_file)
+    held = ownership.Owner(layout.lock_file).take()
     try:
         with pytest.raises(RunLocked, match=rf"run night is running: process {os.getpid()} on"):
             auto(tmp_path)
     finally:
-        os.close(held)
+        held.release()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")

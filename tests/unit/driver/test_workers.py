@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +14,8 @@ from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.news import News, RankExit
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import Growth, RankExit, StoreOpened
 from ddptrain.worker import rank_task
 from ddptrain.worker.spool import rank_spool
 from tests.unit.specs import make_spec
@@ -67,10 +67,18 @@ def started(workers: Workers, places: list[RankPlace], code: str) -> list[RankSp
     return specs
 
 
-def received(inbox: Inbox, kind: type[Message], when: Callable[[Message], bool] = lambda _: True) -> Message:
-    while not (isinstance(message := inbox.get(timeout=60), kind) and when(message)):
+def received(inbox: Inbox, kind: type[Message]) -> Message:
+    while not isinstance(message := inbox.get(timeout=60), kind):
         pass
     return message
+
+
+def exits(inbox: Inbox, count: int) -> dict[int, RankExit]:
+    """How the first ranks that end have ended."""
+    found: dict[int, RankExit] = {}
+    while len(found) < count:
+        found |= {part.rank: part.ended for part in received(inbox, News).ranks if part.ended is not None}
+    return found
 
 
 def test_ranks_start_in_their_slots_and_their_files_can_be_read(dask: DaskBench) -> None:
@@ -78,8 +86,8 @@ def test_ranks_start_in_their_slots_and_their_files_can_be_read(dask: DaskBench)
         places = reserved(workers)
         assert [(place.rank, place.local_rank, place.shared) for place in places] == [(0, 0, True), (1, 1, True)]
         started(workers, places, "say('line')")
-        assert received(workers.inbox, StoreOpened).port > 0
-        assert {received(workers.inbox, RankExit).status for _ in places} == {0}
+        assert received(workers.inbox, News).store_port > 0
+        assert {ended.status for ended in exits(workers.inbox, 2).values()} == {0}
         log = rank_spool(places[1].scratch, "r-1", 1, 1).log
         assert workers.fetch(places[1].slot.worker, log, 1, 100) == b"ine\n"
         with pytest.raises(ClusterError, match="could not read"):
@@ -90,13 +98,13 @@ def test_stopped_ranks_end_and_slots_are_free_when_the_run_is_closed(dask: DaskB
     with dask.driver(workers=1) as driver, opened(driver, "r-2") as second:
         with opened(driver) as workers:
             specs = started(workers, reserved(workers), SLEEPS)
-            for spec in specs:
-                received(workers.inbox, Growth, lambda notice, rank=spec.rank: notice.rank == rank)  # type: ignore[misc]
+            begun: set[int] = set()
+            while len(begun) < len(specs):
+                begun |= {part.rank for part in received(workers.inbox, News).ranks if part.log_size}
             with pytest.raises(ClusterError, match="0 of 2 are free"):
                 reserved(second)
             workers.stop(specs[:1], 5.0)
-            ended = received(workers.inbox, RankExit)
-            assert (ended.rank, ended.status) == (0, -15)
+            assert [(rank, ended.status) for rank, ended in exits(workers.inbox, 1).items()] == [(0, -15)]
         assert len(reserved(second, wait_s=60.0)) == 2
 
 
@@ -118,7 +126,7 @@ def test_lost_worker_is_a_message_and_is_reserved_no_more(dask: DaskBench) -> No
 def test_task_that_fails_is_a_message_for_each_of_its_ranks(dask: DaskBench) -> None:
     with dask.driver(workers=1) as driver, opened(driver) as workers:
         specs = started(workers, reserved(workers), SLEEPS)
-        received(workers.inbox, Growth)
+        received(workers.inbox, News)
         driver.client.cancel(list(workers.futures.values()), force=True)
         failed = [received(workers.inbox, TaskFailed) for _ in specs]
         assert sorted(each.rank for each in failed) == [0, 1] and "was cancelled" in failed[0].message
@@ -126,12 +134,12 @@ def test_task_that_fails_is_a_message_for_each_of_its_ranks(dask: DaskBench) -> 
 
 def test_messages_of_others_that_are_not_valid_are_counted(dask: DaskBench) -> None:
     with dask.driver(workers=1) as driver, opened(driver) as workers:
-        wrong: list[object] = [{"rank": "x"}, "text", {"notice": "growth"}, [1], {"notices": "text"}]
+        wrong: list[object] = [{"rank": "x"}, "text", {"news": {}}, [1], {"news": "text", "worker": "w"}]
         for message in [*wrong, {"ping": ["not", "hashable"]}]:
             driver.client.log_event(rank_task.topic("r-1"), message)
         started(workers, reserved(workers), "say('line')")
-        received(workers.inbox, RankExit)
-        assert workers.rejected == len(wrong) and "unknown kind" in workers.first_rejected
+        exits(workers.inbox, 1)
+        assert workers.rejected == len(wrong) and "not news" in workers.first_rejected
 
 
 def test_folder_that_a_worker_sees_is_not_copied(dask: DaskBench, tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Events of ranks and notices of workers."""
+"""Events of ranks and news of workers."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from typing import Any
 
@@ -12,17 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.protocol import events, worker_notices
-from ddptrain.protocol.worker_notices import (
-    Alive,
-    Growth,
-    Leaving,
-    Notice,
-    NoticeError,
-    OutputBytes,
-    RankExit,
-    StoreOpened,
-)
+from ddptrain.protocol import events, news
+from ddptrain.protocol.news import HOST_METRICS, RANK_METRICS, News, NewsError, RankExit, RankNews, SystemSample
 
 # --- The wire contract: what is encoded comes back, and nothing that a rank writes gets further than an error ---
 
@@ -122,97 +112,85 @@ def test_only_metrics_and_progress_can_wait() -> None:
     assert not events.are_numbers(numbers + b'{"ev')  # the rest may be anything
 
 
-# --- Every valid notice survives its way; everything else is refused with one kind of error ---
+# --- News: valid ones survive their way; everything else is refused with one kind of error ---
 
 
 COUNTS = st.integers(0, 1 << 50)
 AMOUNTS = st.none() | st.floats(0.0, allow_infinity=False, allow_nan=False)
-HEAD = (st.integers(1, 1 << 50), COUNTS)
-VALID = st.one_of(
-    st.builds(Alive, *HEAD, AMOUNTS, AMOUNTS),
-    st.builds(Leaving, *HEAD),
-    st.builds(StoreOpened, *HEAD, st.integers(1, 65_535)),
-    st.builds(Growth, *HEAD, COUNTS, COUNTS),
-    st.builds(OutputBytes, *HEAD, st.sampled_from(["log", "events"]), COUNTS, st.binary(max_size=1000)),
-    st.builds(RankExit, *HEAD, COUNTS, st.integers(-64, 255), COUNTS, COUNTS, COUNTS, st.text(), st.booleans()),
+EXITS = st.builds(RankExit, COUNTS, st.integers(-64, 255), COUNTS, st.text(), st.booleans(), st.booleans())
+RANK_NEWS = st.builds(
+    RankNews,
+    *(COUNTS, COUNTS, COUNTS, st.binary(max_size=1000), st.binary(max_size=1000), AMOUNTS, AMOUNTS),
+    ended=st.none() | EXITS,
+    broken=st.text(max_size=9),
+)
+SAMPLES = st.builds(
+    SystemSample,
+    *(COUNTS, COUNTS, st.text(max_size=9)),
+    use=st.dictionaries(st.sampled_from(sorted(HOST_METRICS)), st.floats(0, 1e9)),
+    ranks=st.dictionaries(st.sampled_from("012"), st.dictionaries(st.sampled_from(sorted(RANK_METRICS)), st.floats(0))),
+)
+VALID = st.builds(
+    News,
+    *(st.integers(1, 1 << 50), st.lists(RANK_NEWS, max_size=3).map(tuple), st.integers(0, 65_535), st.booleans()),
+    sample=st.none() | SAMPLES.filter(lambda sample: "inf" not in repr(sample)),
+    worker=st.just("tcp://w"),
 )
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.binary(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(sorted({name for cls in worker_notices.KINDS.values() for name in cls.__dataclass_fields__}))
-EXIT = RankExit(2, 1, 4711, -9, 1_700_000_000_000_000_000, 10, 20, "out of memory", timed_out=True)
+EXIT = RankExit(4711, -9, 1_700_000_000_000_000_000, "out of memory", timed_out=True)
+
+
+def sent(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as the driver gets it."""
+    travelled: dict[str, Any] = msgpack.unpackb(msgpack.packb(message), use_list=False)
+    return {**travelled, "worker": "tcp://w"}
 
 
 @given(VALID)
-def test_valid_notice_survives_messagepack(notice: Notice) -> None:
-    travelled = msgpack.unpackb(msgpack.packb(worker_notices.encode(notice)))
-    assert worker_notices.decode({**travelled, "worker": "tcp://added-by-the-scheduler"}) == notice
-
-
-def test_exit_survives_as_the_result_of_a_task() -> None:
-    assert worker_notices.exit_from_json(worker_notices.exit_to_json(EXIT)) == EXIT
-    assert json.loads(worker_notices.exit_to_json(EXIT))["notice"] == "exit"
+def test_valid_news_survive_messagepack(message: News) -> None:
+    assert news.decode(sent(news.encode(message))) == message
 
 
 @given(ANYTHING)
-def test_anything_else_is_refused_and_nothing_but_noticeerror_is_raised(message: Any) -> None:
-    with pytest.raises(NoticeError):
-        worker_notices.decode(message)
-
-
-@given(VALID, NAMES, ANYTHING)
-def test_any_value_in_any_field_is_refused_or_gives_a_valid_notice(notice: Notice, name: str, value: Any) -> None:
-    try:
-        decoded = worker_notices.decode({**worker_notices.encode(notice), name: value})
-    except NoticeError:
-        return
-    assert worker_notices.decode(worker_notices.encode(decoded)) == decoded
-    for field in dataclasses.fields(decoded):
-        number = getattr(decoded, field.name)
-        if isinstance(number, int | float):
-            assert math.isfinite(number) and (number >= 0 or field.name == "status")
+def test_anything_else_is_refused_and_nothing_but_newserror_is_raised(message: Any) -> None:
+    for wrong in (message, {"news": message, "worker": "tcp://w"}):
+        if wrong == {"news": {}, "worker": "tcp://w"} or isinstance(message, dict):
+            continue
+        with pytest.raises(NewsError):
+            news.decode(wrong)
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("fields", "reason"),
     [
-        ({}, "unknown kind"),
-        ({"notice": "dance", "attempt": 1, "rank": 0}, "unknown kind a value of type str 'dance'"),
-        ({"notice": ["alive"], "attempt": 1, "rank": 0}, "unknown kind"),
-        ({"notice": "leaving", "rank": 0}, "leaving: attempt is missing"),
-        ({"notice": "leaving", "attempt": 0, "rank": 0}, "attempt is a value of type int 0"),
-        ({"notice": "leaving", "attempt": "1", "rank": 0}, "attempt is a value of type str '1'"),
-        ({"notice": "leaving", "attempt": 1, "rank": -1}, "rank is a value of type int -1"),
-        ({"notice": "leaving", "attempt": 1, "rank": True}, "rank is a value of type bool"),
-        ({"notice": "leaving", "attempt": 1, "rank": 1 << 60}, "rank"),
-        ({"notice": "alive", "attempt": 1, "rank": 0, "cpu_s": math.nan}, "cpu_s is a value of type float nan"),
-        ({"notice": "alive", "attempt": 1, "rank": 0, "cpu_s": -1.0}, "cpu_s"),
-        ({"notice": "alive", "attempt": 1, "rank": 0, "gpu_percent": math.inf}, "gpu_percent"),
-        ({"notice": "store_opened", "attempt": 1, "rank": 0, "port": 0}, "port"),
-        ({"notice": "store_opened", "attempt": 1, "rank": 0, "port": 65_536}, "port"),
-        ({"notice": "growth", "attempt": 1, "rank": 0, "log_size": 1 << 51, "events_size": 0}, "log_size"),
-        ({"notice": "growth", "attempt": 1, "rank": 0, "log_size": 1.5, "events_size": 0}, "log_size"),
-        ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": -1, "data": b""}, "offset"),
-        ({"notice": "output", "attempt": 1, "rank": 0, "stream": "err", "offset": 0, "data": b""}, "stream"),
-        ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": 0, "data": "text"}, "data"),
-        ({"notice": "output", "attempt": 1, "rank": 0, "stream": "log", "offset": 0, "data": bytes(1 << 15)}, "data"),
-        ({**worker_notices.encode(EXIT), "status": 256}, "status"),
-        ({**worker_notices.encode(EXIT), "status": "-9"}, "exit: status is a value of type str '-9'"),
-        ({**worker_notices.encode(EXIT), "timed_out": 1}, "timed_out"),
-        ({**worker_notices.encode(EXIT), "reason": "x" * 5000}, "reason"),
+        ({}, "attempt: Field required"),
+        ({"attempt": 0}, "attempt"),
+        ({"attempt": True}, "attempt"),
+        ({"attempt": 1, "store_port": 65_536}, "store_port"),
+        ({"attempt": 1, "ranks": ({},)}, r"ranks\.0\.rank"),
+        ({"attempt": 1, "ranks": ({"rank": -1},)}, r"ranks\.0\.rank"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "log_size": 1 << 51},)}, "log_size"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "log_size": 1.5},)}, "log_size"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "log": "text"},)}, r"ranks\.0\.log"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "log": bytes(1 << 15)},)}, r"ranks\.0\.log"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "cpu_s": math.nan},)}, "cpu_s"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "gpu_percent": -1.0},)}, "gpu_percent"),
+        ({"attempt": 1, "ranks": ({"rank": 0, "ended": {"pid": 1, "status": 256, "time_ns": 1}},)}, "status"),
+        ({"attempt": 1, "sample": {"rank": 0, "time_ns": 1, "host": "h", "use": {"x": 1.0}, "ranks": {}}}, "use"),
+        ({"attempt": 1, "sample": {"rank": 0, "time_ns": 1, "host": "h", "use": {}, "ranks": {"\x1b": {}}}}, "ranks"),
     ],
 )
-def test_reason_names_the_field_and_its_value(message: dict[str, Any], reason: str) -> None:
-    with pytest.raises(NoticeError, match=reason):
-        worker_notices.decode(message)
+def test_reason_names_the_field(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NewsError, match=reason):
+        news.decode({"news": fields, "worker": "tcp://w"})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "1", '{"notice": "leaving", "attempt": 1, "rank": 0}'])
-def test_text_that_is_no_exit_is_refused(text: str) -> None:
-    with pytest.raises(NoticeError):
-        worker_notices.exit_from_json(text)
+def test_unknown_fields_of_a_newer_worker_are_passed_over() -> None:
+    assert news.decode({"news": {"attempt": 1, "mood": "good"}, "worker": "w"}) == News(1, worker="w")
 
 
 @pytest.mark.parametrize(

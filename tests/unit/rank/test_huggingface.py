@@ -13,14 +13,11 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
-from safetensors.torch import load_file
 from transformers.trainer_utils import IntervalStrategy
 
-from ddptrain.protocol.tensor_slices import MODEL, shard_file
-from ddptrain.rank.checkpoint.files import STATE_FILE, write_shards
-from ddptrain.rank.checkpoint.snapshot import Shards
+from ddptrain.rank.checkpoint.files import STATE_FILE
+from ddptrain.rank.checkpoint.weights import MODEL_FILE
 from ddptrain.rank.huggingface import HuggingFaceCallback
-from ddptrain.workloads.saved_weights import MODEL_FILE
 
 PARTS = {"model": "M", "optimizer": "O", "lr_scheduler": "L"}
 
@@ -126,21 +123,6 @@ def test_folder_to_resume_from_has_the_trainers_state_and_the_weights_until_trai
     assert (folder / MODEL_FILE).read_bytes() == b"weights"
     callback.on_train_begin(arguments(), State(), CONTROL)
     assert not folder.exists()
-
-
-def test_folder_to_resume_from_has_all_weights_of_a_sharded_checkpoint_in_one_file(tmp_path: Path) -> None:
-    torch.save({"extra": {"trainer_state": "{}"}}, tmp_path / STATE_FILE)
-    whole = torch.arange(6.0).reshape(3, 2)
-    for rank, (first, end) in enumerate(((0, 2), (2, 3))):
-        shards = Shards({"w": whole[first:end]}, {"w": ((3, 2), (first, 0))}, {}, {}, {"head": "w"}, {}, None)
-        write_shards(tmp_path / str(rank), shards, rank)
-        name = shard_file(MODEL, rank)
-        (tmp_path / str(rank) / name).rename(tmp_path / name)
-    callback = callback_of(Context(resume_folder=tmp_path))
-    folder = Path(str(callback.resume_from()))
-    weights = load_file(folder / MODEL_FILE)
-    assert weights.keys() == {"w"} and torch.equal(weights["w"], whole)
-    callback.on_train_begin(arguments(), State(), CONTROL)
 
 
 def test_checkpoint_of_other_code_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.metrics import (
     AllSeries,
@@ -20,7 +20,6 @@ from ddptrain.results.metrics import (
     drop_replaced,
     read_series,
 )
-from ddptrain.results.run_record import AttemptRecord
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.system import SystemFile, SystemLine, SystemSummary, read_system, system_series, use_lines
 
@@ -72,48 +71,44 @@ def line(attempt: int, step: float | None, epoch: float | None = None, rank: int
     return MetricLine(0.0, step, epoch, rank, dict(values) or {"loss": 0.0}, attempt)
 
 
-def went_on(number: int, step: int | None, epoch: float | None = None) -> AttemptRecord:
-    return AttemptRecord(number, resumed_from=step, resumed_epoch=epoch)
+def went_on(attempt: int, step: int, epoch: float | None = None) -> MetricLine:
+    return MetricLine(0.0, step, epoch, 0, {}, attempt)
 
 
 @pytest.mark.parametrize(
-    ("logged", "attempts", "counted"),
+    ("logged", "counted"),
     [
-        # One attempt: all of it counts, also what was logged twice.
-        ([(1, 1), (1, 2), (1, 2)], [went_on(1, None)], [(1, 1), (1, 2), (1, 2)]),
+        # One attempt: all of it counts.
+        ([(1, 1), (1, 2), (1, 2)], [(1, 1), (1, 2), (1, 2)]),
         # What came after the checkpoint is replaced, also by an attempt that has not come so far yet.
-        ([(1, 1), (1, 2), (1, 3), (1, 4), (2, 3)], [went_on(2, 2)], [(1, 1), (1, 2), (2, 3)]),
-        ([(1, 1), (1, 2), (1, 3)], [went_on(2, 2)], [(1, 1), (1, 2)]),
+        ([(1, 1), (1, 2), (1, 3), (1, 4), went_on(2, 2), (2, 3)], [(1, 1), (1, 2), (2, 3)]),
+        ([(1, 1), (1, 2), (1, 3), went_on(2, 2)], [(1, 1), (1, 2)]),
         # Code that counts from 0 logs the checkpoint's step again.
-        ([(1, 1), (1, 2), (2, 2), (2, 3)], [went_on(2, 2)], [(1, 1), (2, 2), (2, 3)]),
+        ([(1, 1), (1, 2), went_on(2, 2), (2, 2), (2, 3)], [(1, 1), (2, 2), (2, 3)]),
         # A third attempt may go on from before the second.
-        ([(1, 1), (1, 2), (2, 3), (2, 4), (3, 2)], [went_on(2, 2), went_on(3, 1)], [(1, 1), (3, 2)]),
-        ([(1, 1), (2, 2), (2, 3), (3, 4)], [went_on(2, 1), went_on(3, 3)], [(1, 1), (2, 2), (2, 3), (3, 4)]),
-        # Without a checkpoint it goes on where its first line says.
-        ([(1, 1), (1, 2), (2, 1)], [went_on(2, None)], [(2, 1)]),
-        ([(1, 1), (1, 2), (1, 3), (2, 3)], [went_on(2, None)], [(1, 1), (1, 2), (2, 3)]),
-        ([(1, 1), (1, 2)], [went_on(2, None)], [(1, 1), (1, 2)]),
-        # The record is gone, or of an older version.
-        ([(1, 1), (1, 2), (2, 2)], [], [(1, 1), (2, 2)]),
+        ([(1, 1), (1, 2), went_on(2, 2), (2, 3), (2, 4), went_on(3, 1), (3, 2)], [(1, 1), (3, 2)]),
+        ([(1, 1), (2, 2), (2, 3), (3, 4)], [(1, 1), (2, 2), (2, 3), (3, 4)]),
+        # Without a line of a checkpoint (an older version, or none) it goes on where its first line says.
+        ([(1, 1), (1, 2), (2, 1)], [(2, 1)]),
+        ([(1, 1), (1, 2), (1, 3), (2, 3)], [(1, 1), (1, 2), (2, 3)]),
     ],
 )
 def test_of_several_attempts_the_one_that_counts_is_read(
-    logged: list[tuple[int, int]], attempts: list[AttemptRecord], counted: list[tuple[int, int]]
+    logged: list[tuple[int, int] | MetricLine], counted: list[tuple[int, int]]
 ) -> None:
-    found = drop_replaced([line(*each) for each in logged], attempts)
+    found = drop_replaced([each if isinstance(each, MetricLine) else line(*each) for each in logged])
     assert [(each.attempt, each.step) for each in found] == counted
 
 
 def test_values_at_the_checkpoint_stay_unless_they_are_logged_again() -> None:
-    lines = [line(1, 2, loss=1.0, acc=0.5), line(1, 2, rank=1, loss=3.0), line(2, 2, loss=2.0)]
-    found = drop_replaced(lines, [went_on(2, 2)])
+    lines = [line(1, 2, loss=1.0, acc=0.5), line(1, 2, rank=1, loss=3.0), went_on(2, 2), line(2, 2, loss=2.0)]
+    found = drop_replaced(lines)
     assert [(each.rank, each.values) for each in found] == [(0, {"acc": 0.5}), (1, {"loss": 3.0}), (0, {"loss": 2.0})]
 
 
 def test_lines_without_a_step_are_told_apart_by_their_epoch() -> None:
-    lines = [line(1, None, 1.0), line(1, None, 2.0), line(1, None), line(2, None, 2.0)]
-    found = drop_replaced(lines, [went_on(2, 10, 1.0)])
-    assert [(each.attempt, each.epoch) for each in found] == [(1, 1.0), (1, None), (2, 2.0)]
+    lines = [line(1, None, 1.0), line(1, None, 2.0), line(1, None), went_on(2, 10, 1.0)]
+    assert [(each.attempt, each.epoch) for each in drop_replaced(lines)] == [(1, 1.0), (1, None)]
 
 
 @pytest.mark.parametrize(("attempt", "read"), [("2", 2), ("2.5", 1), ('"2"', 1), ("null", 1)])
@@ -204,7 +199,7 @@ def test_values_of_a_run_are_those_of_its_series_and_checkpoints() -> None:
 def sample(host: str = "h0", at_s: float = 10.0, rank: int = 0, cpu_percent: float = 50.0) -> SystemSample:
     ranks = {str(rank): {"cpu_percent": 99.0, "rss_bytes": 2e9}}
     use = {"cpu_percent": cpu_percent, "memory_bytes": 4e9, "memory_total_bytes": 8e9}
-    return SystemSample(1, rank, int(at_s * 1e9), host, use, ranks)
+    return SystemSample(rank, int(at_s * 1e9), host, use, ranks)
 
 
 def test_sample_becomes_a_line_for_the_host_and_one_for_each_rank(writer: RunWriter) -> None:
@@ -288,5 +283,5 @@ def test_means_of_use_and_the_fullest_and_hottest() -> None:
     for host, percent, used in (("a", 20.0, 12e9), ("b", 40.0, 32e9)):
         gpu = {"gpu_percent": percent * 2, "gpu_memory_bytes": used, "gpu_memory_total_bytes": 80e9}
         use = {"cpu_percent": percent, "memory_bytes": used, "memory_total_bytes": 64e9}
-        summary.add(SystemSample(1, 0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
+        summary.add(SystemSample(0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
     assert summary.facts() == ["GPU 60 % 32/80 GB 70 °C", "CPU 30 %", "memory 32/64 GB"]

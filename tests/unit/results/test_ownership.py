@@ -48,16 +48,16 @@ def test_held_lock_means_that_the_driver_is_alive(layout: RunLayout, owner: Owne
     assert ownership.is_held(layout.lock_file) is True
     assert ownership.is_alive(layout, HERE) and ownership.is_alive(layout, ANOTHER_HOST)
     with pytest.raises(RunLocked, match=f"run run is held by process {os.getpid()} on {socket.gethostname()}; wait"):
-        ownership.take(layout.lock_file)
+        ownership.Owner(layout.lock_file).take()
     owner.release()
     owner.release()
     assert ownership.is_held(layout.lock_file) is False
-    os.close(ownership.take(layout.lock_file))
+    ownership.Owner(layout.lock_file).take().release()
 
 
 def test_free_lock_of_this_host_means_that_it_is_dead_and_of_another_host_its_age_counts(layout: RunLayout) -> None:
     assert not ownership.is_alive(layout, HERE) and not ownership.is_alive(layout, ANOTHER_HOST)
-    os.close(ownership.take(layout.lock_file))
+    ownership.Owner(layout.lock_file).take().release()
     assert not ownership.is_alive(layout, HERE) and ownership.is_alive(layout, ANOTHER_HOST)
     age(layout.lock_file, 25)
     assert ownership.is_alive(layout, ANOTHER_HOST)
@@ -89,7 +89,7 @@ def test_readers_do_not_keep_a_driver_out(layout: RunLayout) -> None:
         reader.start()
     try:
         for _ in range(20):
-            os.close(ownership.take(layout.lock_file))
+            ownership.Owner(layout.lock_file).take().release()
     finally:
         over.set()
         for reader in readers:
@@ -102,24 +102,24 @@ def test_lock_file_that_is_replaced_is_lost(layout: RunLayout, owner: Owner) -> 
     layout.lock_file.unlink()
     with pytest.raises(RunLocked):
         owner.assure()
-    other = ownership.take(layout.lock_file)
+    other = ownership.Owner(layout.lock_file).take()
     with pytest.raises(RunLocked, match=f"taken over by process {os.getpid()} on"):
         owner.assure()
-    os.close(other)
+    other.release()
 
 
 def test_run_that_is_deleted_while_a_driver_waits_for_its_lock_is_refused(layout: RunLayout) -> None:
-    held = ownership.take(layout.lock_file)
+    held = ownership.Owner(layout.lock_file).take()
 
     def delete() -> None:
         time.sleep(0.1)
         layout.lock_file.unlink()
-        os.close(held)
+        held.release()
 
     deleting = threading.Thread(target=delete)
     deleting.start()
     with pytest.raises(RunLocked, match="run run was deleted by another process"):
-        ownership.take(layout.lock_file)
+        ownership.Owner(layout.lock_file).take()
     deleting.join()
 
 
@@ -131,14 +131,14 @@ def test_lock_of_another_host_or_version_names_its_process(layout: RunLayout, te
 
 
 def test_other_users_cannot_hold_the_lock_and_no_link_is_followed(layout: RunLayout, tmp_path: Path) -> None:
-    os.close(ownership.take(layout.lock_file))
+    ownership.Owner(layout.lock_file).take().release()
     assert stat.S_IMODE(layout.lock_file.stat().st_mode) == 0o600
     layout.lock_file.unlink()
     (tmp_path / "precious").write_text("precious\n")
     layout.lock_file.symlink_to(tmp_path / "precious")
     assert ownership.is_held(layout.lock_file) is None
     with pytest.raises(ResultsError):
-        ownership.take(layout.lock_file)
+        ownership.Owner(layout.lock_file).take()
     assert (tmp_path / "precious").read_text() == "precious\n"
 
 

@@ -256,7 +256,7 @@ def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, s
     assert (writer.record.attempts[1].attempt, writer.record.attempts[1].resumed_from) == (2, 2)
     log(writer, Metrics(0, {"loss": 2.5}, 3), 0)
     attempts = [json.loads(line)["attempt"] for line in writer.layout.metrics_jsonl.read_text().splitlines()]
-    assert attempts == [1, 1, 1, 1, 1, 2]
+    assert attempts == [1, 1, 1, 1, 1, 2, 2]  # the first of attempt 2 says where it goes on
 
 
 def test_last_metrics_are_the_means_of_the_ranks_that_log_them(writer: RunWriter) -> None:

@@ -109,7 +109,6 @@ def test_files_go_there_and_come_back(tmp_path: Path) -> None:
     store.write("x/y", tmp_path / "here")
     store.fetch("x/y", tmp_path / "deep/copy")
     assert (tmp_path / "deep/copy").read_bytes() == b"12345"
-    assert store.read_from("x/y", 3) == b"45"
     with pytest.raises(StoreError):
         store.fetch("x/none", tmp_path / "deep/none")
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["copy"]

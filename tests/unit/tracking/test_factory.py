@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -158,8 +159,9 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
 
 
 def test_trackers_of_installed_packages_are_known_by_their_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {plugin_names.TRACKER_GROUP: {"theirs": "collections:Counter"}}
-    monkeypatch.setattr(plugin_names, "_installed", lambda group: points.get(group, {}))
+    point = importlib.metadata.EntryPoint("theirs", "collections:Counter", plugin_names.TRACKERS.group)
+    points = importlib.metadata.EntryPoints([point])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
     assert names(1, other=[{"name": "theirs"}]) == ["theirs"]
     assert load("theirs") is Counter
     with pytest.raises(ValidationError, match="there is no such tracker"):

@@ -16,8 +16,8 @@ from typing import Any, Self
 import psutil
 from distributed import Client, Future, Security
 
+from ddptrain.protocol.news import RankExit
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
-from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.worker import driver_calls as worker_tasks
 from ddptrain.worker import rank_task
 from tests.conftest import PATIENCE_S
@@ -114,10 +114,10 @@ class Driver:
     def __init__(self, client: Client, run_id: str, env: Mapping[str, str]) -> None:
         self.client, self.run_id = client, run_id
         self.env = {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
-        self.notices: list[dict[str, Any]] = []
-        self.futures: list[Future[str]] = []
+        self.news: list[dict[str, Any]] = []
+        self.futures: list[Future[RankExit]] = []
         self.about: dict[str, dict[str, str]] = {}
-        client.subscribe_topic(rank_task.topic(run_id), lambda event: self.notices.extend(event[1].get("notices", [])))
+        client.subscribe_topic(rank_task.topic(run_id), lambda event: self.news.append(event[1].get("news", {})))
 
     @property
     def about_workers(self) -> dict[str, dict[str, Any]]:
@@ -142,7 +142,7 @@ class Driver:
         self.about[worker] = self.call(worker_tasks.describe_host, self.run_id, worker=worker)
         return self.about[worker]
 
-    def start(self, worker: str, code: str, rank: int = 0, **spec: Any) -> Future[str]:
+    def start(self, worker: str, code: str, rank: int = 0, **spec: Any) -> Future[RankExit]:
         """Start a rank that runs `code`, or the workload that `spec` names."""
         order = make_spec(
             **{
@@ -186,9 +186,8 @@ class Driver:
         scratch = Path(self.about[worker]["scratch"])
         logs = [*scratch.glob("*.log"), *scratch.glob(f"{self.run_id}/attempt-1/rank-*/log")]
         said = "\n".join(f"--- {path.relative_to(scratch)}\n{path.read_text()[-2000:]}" for path in logs)
-        told = [{name: value for name, value in notice.items() if name != "data"} for notice in self.notices[-10:]]
         tasks = [(future.key, future.status) for future in self.futures]
-        return f"tasks: {tasks}\nnotices: {told}\n{_processes(int(self.about[worker]['pid']))}\n{said}"
+        return f"tasks: {tasks}\nnews: {self.news[-10:]}\n{_processes(int(self.about[worker]['pid']))}\n{said}"
 
     def remove(self, worker: str) -> None:
         """Do what the scheduler plugin does at the end of the run, or when the driver is gone."""
@@ -214,9 +213,9 @@ def _processes(pid: int) -> str:
     return "\n".join(lines)
 
 
-def ended(future: Future[str], timeout_s: float = PATIENCE_S) -> RankExit:
+def ended(future: Future[RankExit], timeout_s: float = PATIENCE_S) -> RankExit:
     """How the rank ended."""
-    return exit_from_json(future.result(timeout=timeout_s))
+    return future.result(timeout=timeout_s)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

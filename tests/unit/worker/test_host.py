@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import queue
 import subprocess
 import sys
 import time
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from ddptrain.protocol import worker_notices
-from ddptrain.protocol.worker_notices import HOST_METRICS, MAX_SAMPLED_RANKS, RANK_METRICS, SystemSample
+from ddptrain.protocol import news
+from ddptrain.protocol.news import HOST_METRICS, MAX_SAMPLED_RANKS, RANK_METRICS
 from ddptrain.worker.host_facts import HostFacts, host_facts
 from ddptrain.worker.process_monitor import MemoryWatch, groups_of
 from ddptrain.worker.system_metrics import GpuReader, Rates, SampledRank, SystemSampler, members, rank_use
@@ -108,9 +107,6 @@ def test_machine_without_counters_is_no_error(tmp_path: Path) -> None:
 
 
 # --- The use of a host, its ranks and GPUs: real processes, and an NVML with known answers ---
-
-
-Sent = queue.SimpleQueue[SystemSample]
 
 
 class Nvml:  # with the names of NVIDIA's module
@@ -215,47 +211,22 @@ def test_counter_of_a_child_that_has_ended_does_not_count_backwards() -> None:
     assert rates.of({"a": 1.0, "b": 10.0, "c": 3.0}, now + 3) == {"a": 0.0, "b": 5.0}
 
 
-def rank(number: int, sent: Sent, run_id: str = "a-run") -> SampledRank:
-    return SampledRank(run_id, 1, number, os.getpgid(0), None, 0.2, sent.put)
-
-
-def test_ranks_of_a_run_are_in_one_message() -> None:
-    sampler, sent = SystemSampler(), Sent()
-    for number in range(3):
-        sampler.add(f"key-{number}", rank(number, sent))
-    first, second = sent.get(timeout=60), sent.get(timeout=60)
-    for number in range(3):
-        sampler.remove(f"key-{number}")
+def test_ranks_of_a_host_are_measured_together() -> None:
+    sampler = SystemSampler()
+    ranks = [SampledRank(number, os.getpgid(0), None) for number in range(3)]
+    list(sampler.samples(ranks))
+    (second,) = sampler.samples(ranks)
     assert second.ranks.keys() == {"0", "1", "2"}
-    assert second.time_ns > first.time_ns
     assert {"cpu_percent", "memory_bytes", "network_bytes_s"} <= second.use.keys() <= HOST_METRICS.keys()
-    assert 0 <= second.use["cpu_percent"] <= 120
     assert {"cpu_percent", "rss_bytes", "processes"} == second.ranks["0"].keys() <= RANK_METRICS.keys()
-    assert worker_notices.decode(worker_notices.encode(second)) == second
+    message = news.News(1, sample=second, worker="w")
+    assert news.decode({**news.encode(message), "worker": "w"}) == message
 
 
-def test_each_run_has_messages_of_its_own_also_after_the_last_rank_has_ended() -> None:
-    sampler, one, other = SystemSampler(), Sent(), Sent()
-    sampler.add("a", rank(0, one))
-    sampler.add("b", rank(0, other, "b-run"))
-    assert one.get(timeout=60).ranks.keys() == other.get(timeout=60).ranks.keys() == {"0"}
-    sampler.remove("a")
-    sampler.remove("b")
-    sampler.add("a", rank(5, one))
-    while "5" not in one.get(timeout=60).ranks:
-        pass
-    sampler.remove("a")
+def test_many_ranks_are_split_into_samples_of_limited_size() -> None:
+    ranks = [SampledRank(number, os.getpgid(0), None) for number in range(MAX_SAMPLED_RANKS + 1)]
+    assert [len(sample.ranks) for sample in SystemSampler().samples(ranks)] == [MAX_SAMPLED_RANKS, 1]
 
 
-def test_many_ranks_are_split_into_messages_of_limited_size() -> None:
-    sampler, sent = SystemSampler(), Sent()
-    count = MAX_SAMPLED_RANKS + 1
-    for number in range(count):
-        sampler.add(str(number), rank(number, sent))
-    found: set[str] = set()
-    while len(found) < count:
-        sample = sent.get(timeout=60)
-        assert len(sample.ranks) <= MAX_SAMPLED_RANKS
-        found |= sample.ranks.keys()
-    for number in range(count):
-        sampler.remove(str(number))
+def test_host_without_a_running_rank_has_no_sample() -> None:
+    assert list(SystemSampler().samples([SampledRank(0, 1 << 30, None)])) == []

@@ -13,9 +13,9 @@ import pytest
 from distributed import Worker
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol import events, news
+from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
-from ddptrain.protocol.worker_notices import Broken, Growth, Notice, OutputBytes, RankExit
 from ddptrain.worker import foreign_worker, rank_environment, rank_task
 from ddptrain.worker.rank_host import RankHost, slot_resources
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
@@ -134,7 +134,7 @@ def test_resources_say_how_many_ranks_fit_and_how_many_have_a_gpu() -> None:
             slot_resources(slots, gpus)
 
 
-# --- The task of all ranks of a worker: how their notices travel, and what the failure of one means for the ---
+# --- The task of all ranks of a worker: how their news travel, and what the failure of one means for the ---
 
 
 class RankTaskFakeServer:
@@ -146,6 +146,7 @@ class RankTaskFakeServer:
         self.exits: dict[str, dict[str, Any]] = {}
         self.stores: list[str] = []
         self.killed: list[str] = []
+        self.written = events.encode(events.Entered(1))
         self.fault, self.closed, self.ranks = None, False, 0
 
     def listen(self) -> None:
@@ -161,7 +162,7 @@ class RankTaskFakeServer:
         if spec.rank == self.refused:
             raise RankServerLost("it is gone")
         with open(written, "wb", closefd=False) as file:
-            file.write(events.encode(events.Entered(1)))
+            file.write(self.written)
         self.started.append(spec)
         self.exits[rank_id] = {"report": "exited", "pid": 9, "status": spec.rank, "time_ns": 1}
         woken.set()
@@ -198,36 +199,47 @@ class Stage:
             self.messages.append(message)
 
     def run(self, *specs: RankSpec) -> list[RankExit | Exception]:
-        return rank_task._RanksTask(self.worker, self.host, specs).run()
+        return rank_task.RanksTask(self.worker, self.host, specs).run()
 
     @property
-    def notices(self) -> list[Notice]:
-        return [cast(Notice, notice) for message in self.messages for notice in worker_notices.decode_all(message)]
+    def news(self) -> list[News]:
+        return [news.decode({**message, "worker": "w"}) for message in self.messages]
 
 
 def specs(count: int, **changes: Any) -> list[RankSpec]:
     return [make_spec(rank=rank, slot=rank, master_addr="127.0.0.1", **changes) for rank in range(count)]
 
 
-def test_ranks_of_a_worker_start_together_and_their_notices_share_messages(tmp_path: Path) -> None:
+def test_ranks_of_a_worker_start_together_and_their_news_share_messages(tmp_path: Path) -> None:
     server = RankTaskFakeServer()
     stage = Stage(tmp_path, server)
     ended = stage.run(*specs(3, master_port=0))
     assert [each.status for each in ended if isinstance(each, RankExit)] == [0, 1, 2]
-    opened = stage.notices[0]
-    assert isinstance(opened, worker_notices.StoreOpened)
-    assert {spec.group.master_port for spec in server.started} == {opened.port}
+    first, begun, last = stage.news
+    assert first.store_port and {spec.group.master_port for spec in server.started} == {first.store_port}
     assert server.stores == ["ddptrain/r-1/1/0/store"]
-    assert [len(message["notices"]) for message in stage.messages] == [1, 6]  # the store; growth and exit of each
-    assert [type(notice) for notice in stage.notices[1:]] == [Growth, RankExit] * 3
+    assert begun == News(1, worker="w")  # a sign of life
+    assert [(part.rank, part.ended.status) for part in last.ranks if part.ended is not None] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    ]
+    assert all(part.events_size > 0 for part in last.ranks)
     assert server.killed == []
+
+
+def test_bytes_go_along_if_the_driver_does_not_see_the_files(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, RankTaskFakeServer())
+    stage.run(*specs(1, shared=False))
+    parts = [part for each in stage.news for part in each.ranks]
+    assert b"".join(part.events for part in parts) == events.encode(events.Entered(1)) and parts[-1].ended
 
 
 def test_rank_that_cannot_be_started_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     stage = Stage(tmp_path, RankTaskFakeServer(refused=1))
     ended = stage.run(*specs(3))
     assert [type(each) for each in ended] == [RankExit, RankServerLost, RankExit]
-    assert Broken(1, 1, "it is gone") in stage.notices
+    assert RankNews(1, broken="it is gone") in [part for each in stage.news for part in each.ranks]
 
 
 def test_ranks_of_a_key_that_was_released_meanwhile_are_killed(tmp_path: Path) -> None:
@@ -238,16 +250,14 @@ def test_ranks_of_a_key_that_was_released_meanwhile_are_killed(tmp_path: Path) -
     assert {"ddptrain/r-1/1/0", "ddptrain/r-1/1/1"} <= set(server.killed)
 
 
-def test_message_that_would_be_too_large_is_sent_before(tmp_path: Path) -> None:
-    sent: list[dict[str, object]] = []
-    batch = rank_task.NoticeBatch(sent.append)
-    for offset in (0, 12_000):
-        batch.add(OutputBytes(1, 0, "log", offset, b"x" * 12_000))
-    batch.add(Growth(1, 0, 24_000, 0))
-    assert len(sent) == 1
-    batch.flush()
-    batch.flush()
-    assert [len(cast("list[object]", message["notices"])) for message in sent] == [1, 2]
+def test_messages_have_a_limited_size(tmp_path: Path) -> None:
+    server = RankTaskFakeServer()
+    server.written = b"x" * 40_000
+    stage = Stage(tmp_path, server)
+    stage.run(*specs(1, shared=False))
+    last = stage.news[-1].ranks[-1]
+    assert last.ended is not None and last.events_size == 40_000  # the driver fetches what is over the rate limit
+    assert max(sum(part.size_bytes for part in each.ranks) for each in stage.news) <= news.MAX_DATA_BYTES
 
 
 # --- A rank's environment: the user's values win, tuned values are reported, and torchrun's variables are set ---

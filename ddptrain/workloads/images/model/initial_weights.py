@@ -28,6 +28,7 @@ from ddptrain.config.wording import did_you_mean, listed, shorten
 from ddptrain.errors import UsageError, one_line
 from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import StartingWeights, names_model, weights_in
+from ddptrain.rank.checkpoint.weights import with_module_versions
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
 from ddptrain.workloads.images.model.labels import Labels, outputs_of
 from ddptrain.workloads.images.model.preflight import (
@@ -38,7 +39,6 @@ from ddptrain.workloads.images.model.preflight import (
     weights_path,
 )
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.saved_model import with_module_versions
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

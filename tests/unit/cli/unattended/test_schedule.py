@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -259,9 +258,9 @@ def test_check_finds_what_is_late(place: Path) -> None:
     running = records.create(RetrainRecord(0, "petnames", utc_now()))
     with (place / "models/petnames/retrainings/run.lock").open("w") as lock:
         lock.close()
-        held = ownership.take(Path(lock.name))
+        held = ownership.Owner(Path(lock.name)).take()
         assert json.loads(schedule("check", "--json").stdout)[0]["state"] == "running"
-        os.close(held)
+        held.release()
     records.update(RetrainRecord(running.number, "petnames", utc_now(), status="unchanged", ended_at=utc_now()))
     assert (schedule("check", "--quiet").output, schedule("check", "--quiet").exit_code) == ("", 0)
 

@@ -11,8 +11,9 @@ from ddptrain.driver.attempt import Attempt, Moment
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.output import Take
-from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
+from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.run_record import RankRecord
 from tests.unit.driver.attempt.ranks import running
@@ -80,10 +81,7 @@ class Play:
     def reject(self, reason: str) -> None:
         self._note("reject", reason)
 
-    def read(self, rank: int, log_size: int, events_size: int, take: Take) -> None:
-        take([], "")
-
-    def receive(self, output: worker_notices.OutputBytes, take: Take) -> None:
+    def read(self, news: RankNews, take: Take) -> None:
         take([], "")
 
     def rest(self, rank: int) -> Iterator[events.Event]:
@@ -113,7 +111,7 @@ class Play:
     def fault(self, fault: Fault) -> None:
         self._note("fault", fault)
 
-    def show_cause(self, fault: Fault) -> None:
+    def show_cause(self, fault: Fault, text: str) -> None:
         self._note("cause", fault)
 
     def stored(self, rank: int, path: str, step: int | None) -> None:
@@ -130,11 +128,16 @@ class Play:
         return Moment(self.now, int(self.now * 1e9))
 
     def send(self, message: inbox.Message) -> None:
-        self.attempt.handle(message, self.moment())
+        self.attempt.on_message(message, self.moment())
+
+    def news(self, rank: int = 0, *, store_port: int = 0, leaving: bool = False, **of_rank: Any) -> None:
+        """The worker of a rank sends news."""
+        parts = (RankNews(rank, **of_rank),) if of_rank else ()
+        self.send(News(self.attempt.number, parts, store_port, leaving, worker=self.attempt.ranks[rank].worker))
 
     def start(self, *, entered: bool = True) -> Play:
         """The store opens, all ranks start, and enter the workload."""
-        self.send(worker_notices.StoreOpened(self.attempt.number, 0, PORT))
+        self.news(store_port=PORT)
         for rank in range(len(self.attempt.ranks)):
             self.event(rank, events.Started(self.moment().time_ns, 1000 + rank, f"h{rank}"))
             self.alive(rank)
@@ -154,12 +157,12 @@ class Play:
         self.output(rank, event)
 
     def alive(self, rank: int, cpu_s: float = 0.0) -> None:
-        self.send(worker_notices.Alive(self.attempt.number, rank, cpu_s))
+        self.news(rank, cpu_s=cpu_s)
 
     def exit(self, rank: int, status: int = 0, at_s: float | None = None, **more: Any) -> None:
         """The process of a rank ends, at a time of its own host's clock."""
         time_ns = int((self.now if at_s is None else at_s) * 1e9)
-        self.send(worker_notices.RankExit(self.attempt.number, rank, 1000 + rank, status, time_ns, 0, 0, **more))
+        self.news(rank, ended=RankExit(1000 + rank, status, time_ns, **more))
 
     def fail(self, rank: int, at_s: float | None = None, **more: Any) -> None:
         """A rank reports an exception."""
@@ -174,7 +177,7 @@ class Play:
         """Let time pass, in one step."""
         self.now += seconds
         known = {"connected": self.connected, "worker_fault": None, "read_until": self.now}
-        self.attempt.tick(self.moment(), **(known | more))
+        self.attempt.on_tick(self.moment(), **(known | more))
 
     def wait(self, seconds: float, *, alive: bool = True, every_s: float = 0.1) -> None:
         """Let time pass in small steps; the workers of running ranks send their heartbeats."""

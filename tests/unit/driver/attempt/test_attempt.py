@@ -11,7 +11,8 @@ import pytest
 from ddptrain.driver import inbox
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
-from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol import events
+from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.results.errors import ResultsError, UnsafePath
 from tests.unit.driver.attempt.attempt_play import GRACE_S, PORT, Play
 
@@ -221,22 +222,22 @@ def test_root_cause_is_found_and_every_rank_ends(case: Case) -> None:
 def test_other_ranks_start_with_the_port_of_rank_0s_store() -> None:
     play = Play()
     assert play.all("submit") == [((0,), 0)]
-    play.send(worker_notices.StoreOpened(1, 1, 99))  # only rank 0 has the store
+    play.news(1, store_port=99)  # only rank 0 has the store
     assert len(play.all("submit")) == 1
-    play.send(worker_notices.StoreOpened(1, 0, PORT))
-    play.send(worker_notices.StoreOpened(1, 0, 99))  # a repetition
+    play.news(store_port=PORT)
+    play.news(store_port=99)  # a repetition
     assert play.all("submit") == [((0,), 0), ((1, 2), PORT)]
 
 
 def test_ranks_of_rank_0s_worker_start_with_it_and_others_when_the_store_is_open() -> None:
     play = Play(4, two_a_host=True)
-    play.send(worker_notices.StoreOpened(1, 0, PORT))
+    play.news(store_port=PORT)
     assert play.all("submit") == [((0, 1), 0), ((2, 3), PORT)]
 
 
 def test_rank_that_could_not_be_started_is_lost_with_the_reason() -> None:
     play = Play(two_a_host=True).start(entered=False)
-    play.send(worker_notices.Broken(1, 1, "no rank server"))
+    play.news(1, broken="no rank server")
     assert [(fault.rank, fault.kind, fault.line) for fault in play.attempt.faults] == [
         (1, FaultKind.INFRASTRUCTURE, "no rank server")
     ]
@@ -256,20 +257,15 @@ def test_store_that_opens_while_the_group_is_stopping_starts_nobody() -> None:
     play = Play()
     play.exit(0, 1)
     play.wait(1.0)
-    play.send(worker_notices.StoreOpened(1, 0, PORT))
+    play.news(store_port=PORT)
     assert [ranks for ranks, _ in play.all("submit")] == [(0,)]
     assert play.attempt.over
     assert play.stops() == []  # there is nobody to stop
 
 
 OLD = [
-    worker_notices.Alive(1, 0, 5.0),
-    worker_notices.Leaving(1, 0),
-    worker_notices.StoreOpened(1, 0, PORT),
-    worker_notices.Growth(1, 0, 10, 10),
-    worker_notices.OutputBytes(1, 0, "log", 0, b"x"),
-    worker_notices.RankExit(1, 0, 5, 1, 5, 0, 0),
-    worker_notices.RankExit(1, 77, 5, 1, 5, 0, 0),
+    News(1, (RankNews(0, 10, 10, cpu_s=5.0, ended=RankExit(5, 1, 5)),), PORT, leaving=True, worker="tcp://h0"),
+    News(1, (RankNews(77),), worker="tcp://h77"),
     inbox.TaskFailed(1, 0, "late"),
 ]
 
@@ -282,11 +278,11 @@ def test_late_messages_of_an_earlier_attempt_are_ignored(message: inbox.Message)
     assert play.done == [] and play.attempt.due() is None and play.attempt.running == 3
 
 
-def test_notice_of_a_rank_that_does_not_exist_is_counted() -> None:
+def test_news_of_a_rank_that_does_not_exist_are_counted() -> None:
     play = Play().start()
     play.done.clear()
-    play.send(worker_notices.Growth(1, 3, 10, 10))
-    assert play.all("reject") == ["growth: there is no rank 3"] and len(play.done) == 1
+    play.send(News(1, (RankNews(3, 10, 10),), worker="tcp://h1"))
+    assert play.all("reject") == ["news of tcp://h1 about ranks that it does not have"] and len(play.done) == 1
 
 
 def test_exception_that_a_rank_handles_is_no_fault_if_another_cause_is_known() -> None:
@@ -511,7 +507,7 @@ def test_preemption_while_stopping_changes_nothing() -> None:
     play = Play().start()
     play.fail(1)
     play.tick(0.2)
-    play.send(worker_notices.Leaving(1, 0))
+    play.news(leaving=True)
     assert play.attempt.notice is None and play.commands() == []
     assert play.attempt.leaving  # the next attempt avoids the worker nevertheless
 
@@ -557,7 +553,7 @@ def test_rank_that_ends_with_75_before_it_hears_of_the_preemption_is_preempted()
 
 def test_next_attempt_avoids_a_worker_that_is_leaving() -> None:
     play = Play().start()
-    play.send(worker_notices.Leaving(1, 2))
+    play.news(2, leaving=True)
     assert play.all("avoid") == ["tcp://h2"] and play.all("forget") == []
     assert play.attempt.end().leaving and play.attempt.notice == "the worker on host h2 was sent SIGTERM"
     assert play.commands() == [(0.0, "preempt", (0, 1, 2))]
@@ -605,7 +601,7 @@ def test_time_in_which_the_driver_was_suspended_counts_for_nothing() -> None:
 def test_messages_that_wait_are_read_before_a_worker_is_given_up() -> None:
     play = Play().start()
     for _ in range(65):
-        play.tick(1.0, read_until=None)
+        play.tick(1.0, read_until=0.0)
     assert play.attempt.faults == []
 
 
@@ -770,7 +766,7 @@ def test_result_that_cannot_be_stored_after_the_ranks_have_ended_is_still_the_fa
 
 def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
     play = Play()
-    play.send(worker_notices.StoreOpened(1, 0, PORT))
+    play.news(store_port=PORT)
     for _ in range(31):
         play.alive(0)
         play.alive(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import signal
 from typing import Any
@@ -12,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.driver import inbox
-from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.ranks import AttemptEnd
+from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import events, worker_notices
-from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.protocol import events
+from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.run_record import RankRecord
 from tests.unit.driver.attempt.attempt_play import GRACE_S, Play
@@ -28,7 +26,6 @@ from tests.unit.driver.attempt.ranks import running
 WORLD = 3
 RANKS = st.integers(0, WORLD - 1)
 ATTEMPTS = st.sampled_from([1, 1, 1, 2])
-HEAD = (ATTEMPTS, st.integers(0, WORLD))  # the last rank does not exist
 SIZES = st.integers(0, 99)
 STATUSES = st.sampled_from([0, 1, 75, -9, -15, -6])
 TIMES = st.integers(99_000_000_000, 101_000_000_000)
@@ -57,12 +54,25 @@ EVENTS = st.one_of(
     st.builds(events.ThreadFailure, TIMES, st.just("t"), st.just("E"), st.just("m"), st.just("tb")),
     st.builds(events.Finishing, TIMES, st.just(5.0)),
 )
+RANK_NEWS = st.builds(
+    RankNews,
+    RANKS,
+    SIZES,
+    SIZES,
+    cpu_s=st.none() | st.floats(0, 99),
+    gpu_percent=st.none() | st.floats(0, 100),
+    ended=st.none() | st.builds(RankExit, st.just(5), STATUSES, TIMES),
+    broken=st.sampled_from(["", "", "", "no rank server"]),
+)
 MESSAGES = st.one_of(
-    st.builds(worker_notices.Alive, *HEAD, st.none() | st.floats(0, 99), st.none() | st.floats(0, 100)),
-    st.builds(worker_notices.Leaving, *HEAD),
-    st.builds(worker_notices.StoreOpened, *HEAD, st.integers(1, 9)),
-    st.builds(worker_notices.Growth, *HEAD, SIZES, SIZES),
-    st.builds(worker_notices.RankExit, *HEAD, st.just(5), STATUSES, TIMES, SIZES, SIZES),
+    st.builds(
+        News,
+        ATTEMPTS,
+        st.lists(RANK_NEWS, max_size=2).map(tuple),
+        st.integers(0, 9),
+        st.booleans(),
+        worker=st.sampled_from(["tcp://h0", "tcp://h1", "tcp://h2"]),
+    ),
     st.builds(inbox.TaskFailed, ATTEMPTS, RANKS, st.just("no")),
     st.builds(inbox.WorkerLost, st.sampled_from(["tcp://h0", "tcp://h1", "tcp://elsewhere"])),
     st.builds(inbox.SignalReceived, st.sampled_from([signal.SIGTERM, signal.SIGINT])),
@@ -86,7 +96,7 @@ def played(steps: Steps) -> Play:
     for seconds, happens in steps:
         match happens:
             case dict():
-                read_until = play.now + seconds if happens["is_read"] else None
+                read_until = play.now + seconds if happens["is_read"] else 0.0
                 fault = happens["worker_fault"]
                 play.tick(seconds, connected=happens["connected"], worker_fault=fault, read_until=read_until)
             case (rank, found, error):
@@ -199,56 +209,11 @@ def test_lost_host_names_its_lowest_rank_in_any_order(ranks: list[int], by_task:
     assert play.cause.kind == (FaultKind.INFRASTRUCTURE if by_task else FaultKind.WORKER_LOST)
 
 
-# --- What an event changes of a rank, its record in run.json, and what the ends of all ranks say about an attempt ---
+# --- The record of a rank in run.json ---
 
 
 STARTED = events.Started(1, 42, "its host", "cuda:1")
-EXIT = RankExit(1, 3, 43, -9, 5, 0, 0)
-STRICT = events.TrackerFailed(7, "wandb", "is off", strict=True)
-
-
-@pytest.mark.parametrize(
-    ("event", "changes"),
-    [
-        (events.Metrics(1, {"loss": 1.0}, 7), {"step": 7}),
-        (events.Metrics(1, {"loss": 1.0}, None), {}),
-        (STARTED, {"started": STARTED}),
-        (events.Entered(1), {"entered": True}),
-        (events.Finished(1), {"finished": True}),
-        (events.Preempted(1, 5), {"preempted": True}),
-        (STRICT, {"tracker_fault": Fault(3, FaultKind.TRACKER, 7, "tracker wandb is off")}),
-        (events.TrackerFailed(7, "wandb", "is off", strict=False), {}),
-        (events.Progress(1, 5), {}),
-    ],
-)
-def test_event_changes_what_is_known_of_its_rank(event: events.Event, changes: dict[str, Any]) -> None:
-    rank = running(3)
-    rank.on_event(event)
-    assert rank == dataclasses.replace(running(3), **changes)
-
-
-def test_first_tracker_that_failed_is_kept() -> None:
-    rank = running(3)
-    rank.on_event(STRICT)
-    rank.on_event(events.TrackerFailed(8, "tensorboard", "no", strict=True))
-    assert rank.tracker_fault is not None and rank.tracker_fault.time_ns == 7
-
-
-@pytest.mark.parametrize(
-    ("state", "over", "well"),
-    [
-        ({}, False, False),
-        ({"ended": EXIT}, True, False),
-        ({"lost": True}, True, False),
-        ({"finished": True}, False, True),
-        ({"preempted": True}, False, True),
-    ],
-)
-def test_rank_is_over_once_it_has_ended_or_is_lost_and_well_if_it_has_done_its_work(
-    state: dict[str, Any], over: bool, well: bool
-) -> None:
-    rank = running(3, **state)
-    assert (rank.over, rank.well, rank.worker) == (over, well, "tcp://h3")
+EXIT = RankExit(43, -9, 5)
 
 
 @pytest.mark.parametrize(
@@ -266,22 +231,3 @@ def test_record_of_a_rank(
 ) -> None:
     rank = running(3, spec={"local_rank": 1, "node_rank": 2}, **state)
     assert rank.record() == RankRecord(rank=3, local_rank=1, node_rank=2, host=host, pid=pid, gpu=gpu, exit=status)
-
-
-SAVED = (running(0, preempted=True), running(1, finished=True))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "saved_itself", "finished"),
-    [
-        (SAVED, True, False),
-        ((running(0, preempted=True),), True, False),
-        ((running(0, preempted=True), running(1)), False, False),
-        ((running(0, finished=True), running(1, finished=True)), False, True),
-        ((running(0, finished=True), running(1)), False, False),
-        ((running(0),), False, False),
-    ],
-)
-def test_end_of_all_ranks(ranks: Any, saved_itself: bool, finished: bool) -> None:
-    end = AttemptEnd(ranks, None, None)
-    assert (end.saved_itself, end.finished, end.leaving) == (saved_itself, finished, False)

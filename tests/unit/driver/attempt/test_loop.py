@@ -25,8 +25,9 @@ from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import Rank, RankPlace
 from ddptrain.driver.recorder import Recorder
-from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
+from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker.spool import RankSpool, rank_spool
@@ -49,9 +50,9 @@ class StubGroup:
         for spec in specs:
             self.submitted.append(spec.rank)
             if spec.rank == 0:
-                self.inbox.put(worker_notices.StoreOpened(spec.attempt, 0, 4711))
-            for notice in train(spec, rank_spool(self.scratch, spec.run_id, spec.attempt, spec.rank)):
-                self.inbox.put(notice)
+                self.inbox.put(News(spec.attempt, store_port=4711, worker="tcp://h0"))
+            for part in train(spec, rank_spool(self.scratch, spec.run_id, spec.attempt, spec.rank)):
+                self.inbox.put(News(spec.attempt, (part,), worker=f"tcp://h{spec.rank // _SLOTS}"))
 
     def has(self, worker: str) -> bool:
         return worker not in self.lost
@@ -66,18 +67,17 @@ class StubGroup:
         raise AssertionError("the ranks share the driver's file system")
 
 
-def train(spec: RankSpec, spool: RankSpool) -> Iterator[worker_notices.Notice]:
-    """Write what a rank writes; the notices of it come in pieces that end within lines."""
+def train(spec: RankSpec, spool: RankSpool) -> Iterator[RankNews]:
+    """Write what a rank writes; the news of it come in pieces that end within lines."""
     spool.create()
     written = [events.Started(1, 100 + spec.rank, "h"), events.Entered(2)]
     written += [events.Metrics(3 + step, {"loss": 1.0 / (step + 1)}, step) for step in range(_STEPS)]
     spool.events.write_bytes(b"".join(map(events.encode, [*written, events.Finished(99)])))
     spool.log.write_text("".join(f"step {step}\n" for step in range(_STEPS)) + "the last line\n")
     log_size, events_size = spool.sizes()
-    at = spec.attempt, spec.rank
     for part in (3, 2):
-        yield worker_notices.Growth(*at, log_size // part, events_size // part)
-    yield worker_notices.RankExit(*at, 100 + spec.rank, 0, 100, log_size, events_size)
+        yield RankNews(spec.rank, log_size // part, events_size // part)
+    yield RankNews(spec.rank, log_size, events_size, ended=RankExit(100 + spec.rank, 0, 100))
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def attempt_of(
     output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
     limits = new_watchdog("auto", 60.0), 60.0, lost_after_s
     attempt = Attempt(ranks, workers, output, cast(Any, transfer), Recorder(writer, display), *limits, now())
-    return AttemptLoop(attempt, workers, cast(Any, transfer), inbox, lambda: None)
+    return AttemptLoop(attempt, inbox, lambda: None)
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_files_of_many_ranks_are_complete(tmp_path: Path, writer: RunWriter, dis
     attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
     end = attempt.run()
     assert end.finished
-    assert sorted(cast(StubGroup, attempt.worker_group).submitted) == list(range(_RANKS))
+    assert sorted(cast(StubGroup, attempt.workers).submitted) == list(range(_RANKS))
     rows = [(row["rank"], row["step"]) for row in json_lines(writer.layout.metrics_jsonl)]
     assert sorted(rows) == [(rank, step) for rank in range(_RANKS) for step in range(_STEPS)]
     seen = [(line["event"], line["rank"]) for line in json_lines(writer.layout.events_jsonl) if "rank" in line]
@@ -156,7 +156,7 @@ def test_many_workers_that_are_lost_together_do_not_block_the_loop(
     tmp_path: Path, writer: RunWriter, display: Display
 ) -> None:
     attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
-    group = cast(StubGroup, attempt.worker_group)
+    group = cast(StubGroup, attempt.workers)
     group.submit = lambda specs, _: None  # type: ignore[method-assign]
     nodes = range(_RANKS // _SLOTS)
     for node in nodes:
@@ -170,19 +170,19 @@ def test_many_workers_that_are_lost_together_do_not_block_the_loop(
 
 
 def test_silence_is_judged_while_the_inbox_is_never_empty(tmp_path: Path, writer: RunWriter, display: Display) -> None:
-    attempt = attempt_of(2, writer, display, tmp_path / "scratch", lost_after_s=0.5)
-    group = cast(StubGroup, attempt.worker_group)
+    attempt = attempt_of(_SLOTS + 1, writer, display, tmp_path / "scratch", lost_after_s=0.5)
+    group = cast(StubGroup, attempt.workers)
     group.submit = lambda specs, _: None  # type: ignore[method-assign]
     stop = threading.Event()
 
     def busy() -> None:
         while not stop.wait(0.001):
-            for _ in range(20):  # rank 1's worker sends more than can be read
-                attempt.inbox.put(worker_notices.Alive(1, 1, None))
+            for _ in range(20):  # the worker of the last rank sends more than can be read
+                attempt.inbox.put(News(1, worker="tcp://h1"))
 
     sender = threading.Thread(target=busy)
     sender.start()
-    attempt.inbox.put(worker_notices.Alive(1, 0, None))
+    attempt.inbox.put(News(1, store_port=4711, worker="tcp://h0"))
     end = attempt.run()
     stop.set()
     sender.join()
@@ -190,7 +190,7 @@ def test_silence_is_judged_while_the_inbox_is_never_empty(tmp_path: Path, writer
 
 
 class FarGroup(StubGroup):
-    """Its ranks are on other hosts: bytes come in notices, and some must be fetched, which takes until a command."""
+    """Its ranks are on other hosts: bytes come in news, and some must be fetched, which takes until a command."""
 
     def __init__(self, inbox: Inbox, scratch: Path) -> None:
         super().__init__(inbox, scratch)
@@ -201,12 +201,11 @@ class FarGroup(StubGroup):
     def submit(self, specs: Sequence[RankSpec], _: object) -> None:
         for spec in specs:
             if spec.rank == 0:
-                self.inbox.put(worker_notices.StoreOpened(spec.attempt, 0, 4711))
-            at = spec.attempt, spec.rank
+                self.inbox.put(News(spec.attempt, store_port=4711, worker="tcp://h0"))
             written = b"".join(map(events.encode, [events.Started(1, 100 + spec.rank, "h"), events.Entered(2)]))
-            self.inbox.put(worker_notices.OutputBytes(*at, "events", 0, written))
+            self._put(RankNews(spec.rank, 0, len(written), events=written))
             if spec.rank == 1:
-                self.inbox.put(worker_notices.Growth(*at, 4, len(written)))  # four bytes of the log are missing
+                self._put(RankNews(1, 4, len(written)))  # four bytes of the log are missing
                 self.inbox.put(messages.SignalReceived(signal.SIGTERM))
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
@@ -217,14 +216,17 @@ class FarGroup(StubGroup):
         self.told.append(command)
         self.released.set()
         for spec in specs:
-            self.inbox.put(worker_notices.RankExit(spec.attempt, spec.rank, 100, 1, 100, 4 * spec.rank, 0))
+            self._put(RankNews(spec.rank, 4 * spec.rank, 0, ended=RankExit(100, 1, 100)))
+
+    def _put(self, part: RankNews) -> None:
+        self.inbox.put(News(1, (part,), worker="tcp://h0"))
 
 
 def test_command_to_save_does_not_wait_for_bytes_of_a_host_that_is_cut_off(
     tmp_path: Path, writer: RunWriter, display: Display
 ) -> None:
     attempt = attempt_of(2, writer, display, tmp_path / "scratch", shared=False, group=FarGroup)
-    group = cast(FarGroup, attempt.worker_group)
+    group = cast(FarGroup, attempt.workers)
     attempt.run()
     assert group.told == [Command.PREEMPT] and group.in_time == [True]
     assert writer.layout.log(1).read_bytes() == b"line"  # and its exit is handled after its last bytes

@@ -205,23 +205,6 @@ def test_log_that_does_not_arrive_is_given_up_with_a_warning(tmp_path: Path) -> 
     assert "rank-0.log has 3 of 100 bytes" in shown.err
 
 
-def test_close_can_be_called_twice_and_shows_its_summary_once(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain")
-    shown.display.close(summary=["end"])
-    shown.display.close(summary=["again"])
-    shown.close()
-    assert shown.out == "end\n"
-
-
-def test_exception_passes_and_logs_are_shown_all_the_same(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain")
-    shown.print(0, b"one")
-    with pytest.raises(KeyError), shown.display:
-        raise KeyError
-    assert shown.out == "[rank 0] one\n"
-    shown.close()
-
-
 def test_unknown_mode_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         open_display("fancy", tmp_path, "run-1")

@@ -80,13 +80,6 @@ def test_rank_that_differs_is_slow_or_has_failed_has_a_row_of_its_own() -> None:
     assert "1 done" in drawn(rows)[0]
 
 
-def test_only_rank_that_reports_progress_stands_for_all() -> None:
-    rows = running(4)
-    for rank in (1, 2, 3):
-        rows.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 7})
-    assert names(rows) == ["4 ranks"] and "1,200/2,400" in drawn(rows)[0]
-
-
 def test_host_is_shown_where_there_are_several() -> None:
     assert names(running(2, host="node{}")) == ["rank 0 on node0", "rank 1 on node1"]
 
@@ -279,10 +272,6 @@ def test_rate_follows_a_change_slowly() -> None:
     assert pace.rate == pytest.approx(11.81269)  # 10 + (1 - e^(-1/5)) * (20 - 10)
 
 
-def test_one_event_has_no_rate() -> None:
-    assert (pace_of((0, 5)).rate, pace_of((0, 5)).eta_s) == (None, None)
-
-
 def test_progress_that_starts_again_starts_its_rate_again() -> None:
     assert pace_of((0, 0), (1, 50), (2, 0)).rate is None
 
@@ -305,15 +294,6 @@ def test_impossible_done_is_left_out() -> None:
     assert pace_of((0, 10), (1, math.nan)).done == 10
 
 
-def test_more_than_all_is_all() -> None:
-    pace = pace_of((0, 0), (1, 300))
-    assert (pace.fraction, pace.eta_s) == (1.0, 0.0)
-
-
-def test_less_than_nothing_is_nothing() -> None:
-    assert pace_of((0, -5)).fraction == 0.0
-
-
 def test_other_unit_starts_a_new_rate() -> None:
     pace = pace_of((0, 0), (1, 10))
     pace.update(Progress(2 * 10**9, 20.0, 100.0, "batches"))
@@ -324,7 +304,3 @@ def test_other_unit_starts_a_new_rate() -> None:
 
 def test_progress_that_stands_still_lowers_the_rate() -> None:
     assert pace_of((0, 0), (10, 100), (15, 100)).rate == pytest.approx(3.678794)  # 10 * e^-1
-
-
-def test_time_since_the_newest_event_counts() -> None:
-    assert pace_of((0, 0), (4, 40), (2, 40), (5, 50)).rate == pytest.approx(10)

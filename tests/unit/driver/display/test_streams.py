@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import threading
@@ -119,15 +118,6 @@ def test_closed_stdout_is_broken_from_the_start() -> None:
     assert stream.broken
 
 
-def test_reader_slower_than_the_writer_gets_everything(pipe: tuple[int, TextIO]) -> None:
-    reader, file = pipe
-    fcntl.fcntl(file.fileno(), 1031, 4096)  # F_SETPIPE_SZ: the smallest pipe there is
-    thread = threading.Thread(target=Stream(file).write, args=["x" * 50_000])
-    thread.start()
-    assert len(read_all(reader, 50_000)) == 50_000
-    thread.join()
-
-
 # --- Which output fits, when there are colours, and what may not reach a terminal ---
 
 
@@ -192,10 +182,6 @@ def test_only_colours_reach_a_terminal(printed: str, shown: str) -> None:
     assert harmless(printed, colour=True) == shown
 
 
-def test_without_colours_none_are_left() -> None:
-    assert harmless("\x1b[31mred\x1b[0m", colour=False) == "red"
-
-
 def test_wide_and_combining_characters_are_measured_and_cropped() -> None:
     assert [columns_of("abc"), columns_of("日本"), columns_of("e\u0301")] == [3, 4, 1]
     assert [cropped("abc", 2), cropped("日本", 3), cropped("日本", 4)] == ["ab", "日", "日本"]
@@ -230,14 +216,6 @@ def texts(data: bytes) -> list[str]:
 
 def test_newline_and_windows_newline_end_a_line() -> None:
     assert assemble(b"a\nb\r\nc\r\r\n\n") == [RankLine("a"), RankLine("b"), RankLine("c"), RankLine("")]
-
-
-def test_last_line_without_newline_comes_at_the_end_and_is_marked() -> None:
-    assert assemble(b"a\nb") == [RankLine("a"), RankLine("b", ended=False)]
-
-
-def test_nothing_makes_no_line() -> None:
-    assert assemble() == assemble(b"") == []
 
 
 def test_text_after_the_last_carriage_return_wins() -> None:
@@ -352,26 +330,3 @@ def test_redrawn_line_is_due_once_an_interval_and_over_when_it_ends(tmp_path: Pa
     tail.read()
     assert [tail.redrawn(20.0, 3.0), tail.redrawn(21.0, 3.0)] == ["", None]
     tail.close()
-
-
-def test_redrawn_line_that_does_not_change_is_told_once(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    append(tail.path, b"\r5%")
-    tail.read()
-    assert [tail.redrawn(float(now_s), 1.0) for now_s in range(5)] == [None, "5%", None, None, None]
-    tail.close()
-
-
-def test_closed_tail_holds_no_file_open(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    append(tail.path, b"one\n")
-    tail.read()
-    assert str(tail.path) in open_files()
-    tail.close()
-    assert str(tail.path) not in open_files()
-
-
-def open_files() -> set[str]:
-    """The files that this process holds open."""
-    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return {os.readlink(link) for link in links if link.is_symlink()}

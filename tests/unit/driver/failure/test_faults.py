@@ -16,7 +16,7 @@ from ddptrain.driver.recorder import STEPS, SlowRank, SlowRanks
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
-from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.protocol.news import RankExit
 
 # --- The first cause is told from its victims ---
 
@@ -104,7 +104,7 @@ def test_sys_exit_is_told_as_it_was_called() -> None:
     ],
 )
 def test_silent_end_is_told_by_its_status(status: int, kind: FaultKind, words: str) -> None:
-    found = failure_fault.from_exit(RankExit(1, 1, 100, status, 1, 0, 0))
+    found = failure_fault.from_exit(1, RankExit(100, status, 1))
     assert found.kind == kind
     assert words in found.line
 
@@ -122,19 +122,19 @@ def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
 def test_time_out_in_a_collective_is_a_victims() -> None:
     found = failure_fault.from_failure(0, events.Failure(1, "RuntimeError", "Timed out waiting", "", timed_out=True))
     assert (found.victim, found.timed_out) == (True, True)
-    ended = failure_fault.from_exit(RankExit(1, 0, 1, -6, 1, 0, 0, timed_out=True))
+    ended = failure_fault.from_exit(0, RankExit(1, -6, 1, timed_out=True))
     assert (ended.victim, ended.timed_out) == (True, True)
 
 
 def test_kill_for_want_of_memory_is_told() -> None:
     text = "out of memory (the memory limit of 2.0 GiB of its control group)"
-    found = failure_fault.from_exit(RankExit(1, 1, 1, -9, 1, 0, 0, reason=text))
+    found = failure_fault.from_exit(1, RankExit(1, -9, 1, reason=text))
     assert found.line == f"killed by SIGKILL: {text}"
 
 
 def test_rank_that_could_not_write_its_failure_names_the_reason_and_is_not_tried_again() -> None:
     text = "its events or log have reached the limit on the size of files, 4,096 bytes: ulimit -f"
-    found = failure_fault.from_exit(RankExit(1, 1, 1, 1, 1, 0, 4096, reason=text))
+    found = failure_fault.from_exit(1, RankExit(1, 1, 1, reason=text))
     assert (found.kind, found.exit_code) == (FaultKind.RESULTS, ExitCode.CLUSTER)
     assert found.line == (
         f"the process ended with exit code 1 in the middle of the workload, and could not report why: {text}"

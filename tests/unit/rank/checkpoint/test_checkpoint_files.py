@@ -18,8 +18,8 @@ from ddptrain.protocol.tensor_slices import MODEL, OPTIMIZER, shard_file
 from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.files import read_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, Shards, Snapshot, from_bytes
+from ddptrain.rank.checkpoint.weights import load_checkpoint
 from ddptrain.workloads.images.evaluate_checkpoint import _known_classes
-from ddptrain.workloads.saved_model import load_checkpoint
 
 # --- The bytes of a checkpoint's files, and which tensors are in which file ---
 

@@ -17,7 +17,7 @@ from ddptrain.protocol.tensor_slices import SlicesError
 from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.shards import place_of
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded
-from ddptrain.workloads.saved_weights import read_weights
+from ddptrain.rank.checkpoint.weights import read_weights
 from tests.unit.rank.checkpoint.fake_ranks import CPU, Net, fake_rank, sharded, trained
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank

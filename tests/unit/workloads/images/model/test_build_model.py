@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
+from ddptrain.rank.checkpoint.weights import with_module_versions
 from ddptrain.workloads.images.model.build_model import MEAN, STD, PixelNormalizer, build, describe
 from ddptrain.workloads.images.model.initial_weights import built_model, find_pretrained, fit, read
 from ddptrain.workloads.images.model.preflight import BadWeights
-from ddptrain.workloads.saved_model import with_module_versions
 
 CLASSES = ["cat", "dog", "owl"]
 
