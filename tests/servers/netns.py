@@ -182,11 +182,6 @@ class Network:
         """Plug the cable in again that was cut."""
         self._ip("link", "set", host.name, "up")
 
-    def received_bytes(self, host: Host) -> int:
-        """What a host has sent over its cable."""
-        (link,) = json.loads(self._ip("-json", "-statistics", "link", "show", host.name))
-        return int(link["stats64"]["rx"]["bytes"])
-
     def _ip(self, *words: str) -> str:
         """Run `ip` at the switch, and only there: it knows other hosts by the process ids of this machine."""
         enter = ["nsenter", "--target", str(self._switch.init.pid), "--net"]
