@@ -67,7 +67,7 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
     check_steps(tmp_path)
     check_predictions(tmp_path, last["val/accuracy"])
     check_checkpoint(tmp_path)
-    with Image.open(run_dir(tmp_path) / "artifacts/images/examples/step-25-rank-0.png") as picture:
+    with Image.open(run_dir(tmp_path) / "artifacts/images/examples/step-46-rank-0.png") as picture:
         assert picture.size == (8 * 16, 16)
 
 
