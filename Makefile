@@ -47,15 +47,15 @@ schema: $(INSTALLED) ## write the schema of the configuration, its page and the 
 	$(BIN)/python -m tests.docs.python_reference
 	$(BIN)/python -m tests.docs.man_page
 
-test: $(INSTALLED) ## run the tests for every change: unit, commands and end-to-end; options go into ARGS
+test: $(INSTALLED) ## run the tests for every change (2.5 minutes on 2 cores): unit, commands, end-to-end; options go into ARGS
 	$(PYTEST) $(UNIT) tests/unit tests/commands tests/end_to_end $(ARGS)
 
-test-integration: $(INSTALLED) ## run the contract tests, and those with real servers, clusters and faults; options go into ARGS
+test-integration: $(INSTALLED) ## run the contract tests, and those with real servers and faults (7 minutes on 2 cores); options go into ARGS
 	$(PYTEST) $(INTEGRATION) tests/contract tests/integration $(ARGS)
 
-test-all: test test-integration ## run all tests but those that only `make nightly` runs
+test-all: test test-integration ## run all tests but those that only `make nightly` runs (10 minutes on 2 cores)
 
-long: $(INSTALLED) ## run the tests that only `make nightly` runs; options go into ARGS
+long: $(INSTALLED) ## run the tests that only `make nightly` runs (an hour); options go into ARGS
 	$(PYTEST) $(INTEGRATION) -m long $(ARGS)
 
 # Each part runs, whichever fails.

@@ -43,7 +43,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_ignore_sigterm_of_others_but_their_children_do_not(
     project: Project, shared_cluster: str, method: str

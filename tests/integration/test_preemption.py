@@ -22,7 +22,6 @@ from tests.servers.dask_cluster import DaskCluster, up_cluster
 __all__ = ["up_cluster"]
 
 T = TypeVar("T")
-PROMPT_S = 15.0  # from a signal to the end of the command; an idle machine takes one or two
 
 WORKLOAD = '''
 import os, time

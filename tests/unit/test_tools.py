@@ -10,6 +10,7 @@ import pytest
 from tests.docs.blocks import blocks_of, difference
 from tests.docs.console import problems_of, script_of
 from tests.docs.links import site_links
+from tests.mutants.__main__ import CONTRACT, contract_files
 from tests.mutants.generate import mutants_of
 from tests.support import nightly, skips
 from tests.support.release import NEEDED_FILES, changelog_problems, tag_problems, wheel_problems
@@ -103,6 +104,11 @@ def test_skips_that_are_not_listed_are_named() -> None:
 
 
 # --- mutants ---
+
+
+@pytest.mark.parametrize("path", sorted(CONTRACT))
+def test_contract_tests_of_each_part_are_there(path: str) -> None:
+    assert len(contract_files(path)) >= len(CONTRACT[path])
 
 
 @pytest.mark.parametrize(

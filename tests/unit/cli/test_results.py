@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,9 +142,7 @@ def test_a_reader_that_goes_ends_following_quietly(under_way: RunWriter, tmp_pat
         assert following.stdout is not None and following.stderr is not None
         assert following.stdout.readline() == b"first\n"
         following.stdout.close()
-        started = time.monotonic()
         assert following.wait(60) == 141
-        assert time.monotonic() - started < 45
         assert following.stderr.read() == b""
 
 

