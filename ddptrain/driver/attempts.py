@@ -33,7 +33,7 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest
 from ddptrain.results.run_record import utc_now
 
 if TYPE_CHECKING:
-    from ddptrain.driver.cluster_session import Session
+    from ddptrain.driver.connect import Session
     from ddptrain.driver.run import Run
 
 

@@ -22,13 +22,10 @@ from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol.exec_env import without_working_directory
 
 if TYPE_CHECKING:
-    from distributed import Client
-
-    from ddptrain.clusters.resolve import Target
+    from ddptrain.driver.connect import Session
     from ddptrain.driver.control.signals import Signals
     from ddptrain.driver.display import RunDisplay
     from ddptrain.driver.inbox import Inbox
-    from ddptrain.driver.workers import ClusterNews
 
 
 _APPEAR_S = 5.0  # time for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
@@ -74,15 +71,6 @@ def _ranks(cluster: ClusterConfig) -> str:
     if isinstance(cluster.ranks, int):
         return counted(cluster.ranks, "rank")
     return "a rank for each slot" if cluster.ranks == "auto" else f"{cluster.ranks.min} to {cluster.ranks.max} ranks"
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A connected client, its scheduler, and the scheduler's messages about workers."""
-
-    client: Client
-    target: Target
-    news: ClusterNews
 
 
 @dataclass(frozen=True, slots=True)

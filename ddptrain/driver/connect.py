@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import dask
 from distributed import Client, Security
@@ -22,7 +23,6 @@ from distributed.versions import VersionMismatchWarning
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.cluster_session import Session
 from ddptrain.driver.workers import ClusterNews
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
@@ -37,6 +37,15 @@ _NO_LISTENER = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUS
 _MARGIN_S = 2.0  # added to Dask's own time limit
 _SILENT_S = 7.0  # a starting scheduler does not accept connections silently for so long
 _SILENT = "something accepts the connection, but does not answer as a Dask scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A connected client, its scheduler, and the scheduler's messages about workers."""
+
+    client: Client
+    target: Target
+    news: ClusterNews
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_session import LocalResources, Session, SharedRun, cluster_for
+from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, open_display
@@ -43,6 +43,7 @@ from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
 if TYPE_CHECKING:
     from distributed import Client
 
+    from ddptrain.driver.connect import Session
     from ddptrain.sweep.study import Study
 
 
