@@ -26,13 +26,15 @@ _MOST_ALERTS = 20  # in one message
 class RunMessages:
     """A run observer that sends messages to notify.urls. `tells_end`: also about the end of the run, as notify.on says.
 
-    A thread sends alerts, so that no server delays the run.
+    A thread sends alerts, so that no server delays the run. What could not be sent is printed at the end of the run:
+    until then the terminal belongs to the display.
     """
 
     def __init__(self, resolved: ResolvedConfig, *, tells_end: bool) -> None:
         self._name, self._settings, self._secrets = resolved.config.name, resolved.config.notify, resolved.secrets
         self._tells_end = tells_end
         self._alerts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._warnings: list[str] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._send_alerts, name="ddptrain-alerts", daemon=True)
 
@@ -62,6 +64,8 @@ class RunMessages:
             lines = [f"- {name}: {code(value)}" for name, value in facts if value]
             kind: Kind = "failure" if status == RunStatus.FAILED else "info"
             self._send(title, [f"**{clean_line(self._name)}**: run {run.status_text}", "\n".join(lines)], kind)
+        for warning in self._warnings:
+            print(f"ddptrain: warning: {sanitized(warning)}", file=sys.stderr, flush=True)
 
     def _send_alerts(self) -> None:
         while not (self._ended.is_set() and self._alerts.empty()):
@@ -80,6 +84,5 @@ class RunMessages:
 
     def _send(self, title: str, blocks: Sequence[str], kind: Kind) -> None:
         message = Message(shorten(f"{clean_line(self._name)}: {title}", 120), "\n\n".join(blocks), kind)
-        for delivery in send(message, self._settings.urls, secrets=self._secrets):
-            if delivery.warning:
-                print(f"ddptrain: warning: {sanitized(delivery.warning)}", file=sys.stderr, flush=True)
+        deliveries = send(message, self._settings.urls, secrets=self._secrets)
+        self._warnings += [delivery.warning for delivery in deliveries if delivery.warning]
