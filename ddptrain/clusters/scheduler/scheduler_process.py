@@ -50,7 +50,7 @@ SCHEDULER_CONFIG: dict[str, object] = {
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
 
-_log = log.Log("ddptrain.clusters.scheduler")
+_log = log.Log("ddptrain.scheduler")
 
 
 def main(argv: list[str] | None = None) -> None:
