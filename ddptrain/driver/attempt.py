@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
+from ddptrain.driver.failure.fault import Fault, FaultKind, find_root_cause
 from ddptrain.driver.failure.hang import Inquiry
 from ddptrain.driver.failure.run_end import describe_fault, was_sent
 from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
@@ -153,7 +153,8 @@ class Attempt:
         if not self.faults:
             return None
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
-        return self._inquiry.explained(find_root_cause(self.faults, finished))
+        cause = find_root_cause(self.faults, finished)
+        return failure_fault.add_thread_failure(cause, self.ranks[cause.rank].thread_failure)
 
     def end(self, unsaved: str = "") -> AttemptEnd:
         """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
@@ -175,7 +176,7 @@ class Attempt:
                 self._on_news(message)
             case inbox.TaskFailed(attempt, rank, text):
                 if attempt == self.number and rank < len(self.ranks):
-                    self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
+                    self._give_up(rank, text)
             case inbox.WorkerLost(address, reason):
                 self._on_worker_lost(address, reason)
             case inbox.SignalReceived(signum, inbox.Request.FORWARD):
@@ -255,7 +256,7 @@ class Attempt:
         if news.gpu_percent is not None:
             activity.used_gpu(news.gpu_percent, self._now)
         if news.broken:
-            self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, news.broken))
+            self._give_up(rank, news.broken)
         else:
             self.output.read(news, lambda found, error: self._take(rank, found, error, news.ended))
 
@@ -282,7 +283,7 @@ class Attempt:
                     self.recorder.rank_event(rank, event)
                     self._check_finite(rank, event)
         if error and not self.ranks[rank].over and not self.stopping:
-            self._lose(rank, Loss(FaultKind.INFRASTRUCTURE, f"its output could not be read: {error}"))
+            self._lose(rank, f"its output could not be read: {error}")
         if ended is not None:
             self._on_exit(rank, ended)
 
@@ -290,7 +291,6 @@ class Attempt:
         """Handle an event of a rank; of consecutive numbers the last one of `count`."""
         watched = self.ranks[rank]
         self.watchdog.on_event(watched.activity, event, self._now, count)
-        self._inquiry.on_event(rank, event)
         had_entered = watched.entered
         watched.on_event(event)
         match event:
@@ -392,21 +392,21 @@ class Attempt:
         for rank in self.ranks:
             if rank.worker == address:
                 text = reason or f"the Dask worker {address} of host {rank.place.host} was lost"
-                self._give_up(rank.spec.rank, Loss(FaultKind.WORKER_LOST, text))
+                self._give_up(rank.spec.rank, text, FaultKind.WORKER_LOST)
 
-    def _give_up(self, number: int, loss: Loss) -> None:
+    def _give_up(self, number: int, text: str, kind: FaultKind = FaultKind.INFRASTRUCTURE) -> None:
         """Mark a rank as lost after the rest of its files has been read: it will send no more notices."""
         if not self.ranks[number].over:
             self._take(number, self.output.rest(number))
-            self._lose(number, loss)
+            self._lose(number, text, kind)
 
-    def _lose(self, number: int, loss: Loss) -> None:
+    def _lose(self, number: int, text: str, kind: FaultKind = FaultKind.INFRASTRUCTURE) -> None:
         rank = self.ranks[number]
         if rank.over:
             return
         rank.lost = True
         if not self.stopping and rank.fault is None:
-            rank.fault = Fault(number, loss.kind, self._time_ns, loss.text)
+            rank.fault = Fault(number, kind, self._time_ns, text)
             self._add_fault(rank.fault)
         self._record_end(rank)
 
@@ -531,7 +531,7 @@ class Attempt:
                     f"{limit_s:g} s (cluster.start_timeout_s): is this too short, or is the worker busy "
                     "with other tasks?"
                 )
-                self._give_up(rank.spec.rank, Loss(FaultKind.INFRASTRUCTURE, text))
+                self._give_up(rank.spec.rank, text)
 
     def _suspect(self, read_until: float) -> None:
         """Begin an inquiry if the ranks may hang, judged by what had arrived at `read_until`. Show their silence."""
@@ -589,7 +589,7 @@ class Attempt:
             self._stop(self.grace_s)
         if self._is_due(self.stop_until):
             for rank in self.ranks:
-                self._give_up(rank.spec.rank, Loss(FaultKind.INFRASTRUCTURE, "it did not end"))
+                self._give_up(rank.spec.rank, "it did not end")
 
     def _is_due(self, until: float | None) -> bool:
         return self._now >= (math.inf if until is None else until)
