@@ -33,8 +33,8 @@ from ddptrain.results.remote.checkpoints import download_checkpoints
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
-from ddptrain.storage.remote_folder import RemoteFolder, is_plain
-from ddptrain.storage.store import StoreError
+from ddptrain.storage.object_store import ObjectStore, open_folder
+from ddptrain.storage.store import StoreError, is_plain
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, access_to
 from ddptrain.tracking.wandb.sync_command import RunArtifacts, SyncOutput, WandbProcesses, sync_environment
 from ddptrain.tracking.wandb.wandb_folders import (
@@ -108,7 +108,7 @@ def sync_run(
     if view.layout.is_original:
         return _sync(view, None, environ, deadline, notice)
     with temp_folder("ddptrain-sync-") as folder:
-        copy = _StoredRun(RemoteFolder.open(view.layout.where), RunLayout(folder / "run"))
+        copy = _StoredRun(open_folder(view.layout.where), RunLayout(folder / "run"))
         return _sync(RunView(copy.layout, view.record), copy, environ, deadline, notice)
 
 
@@ -305,7 +305,7 @@ class _StoredRun:
     Files are empty until they are fetched, except for state files, which show what was sent.
     """
 
-    def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
+    def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
         self._store, self.layout = store, layout
         self._paths: list[str] = []
         self._states: dict[str, bytes] = {}

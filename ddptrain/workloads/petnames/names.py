@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import StoreError, fetch
+from ddptrain.storage.sources import fetch
+from ddptrain.storage.store import StoreError
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 from ddptrain.workloads.petnames.params import PetnamesParams
 
