@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -149,7 +149,7 @@ def test_rank0_mode_costs_nothing_for_the_other_ranks(make: Make) -> None:
 
 def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
     make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
-    Recorder(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
+    Recorder(writer).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
     kept = writer.record.tracking["wandb"]
     assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
 
