@@ -20,7 +20,7 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 NAMES = ["ada", "bo", "coco", "dina", "ella", "fido", "gus"]
 
