@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -106,6 +107,10 @@ def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, st
         assert pointer(resumed, "best") == "step-2\n"
 
 
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
 def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
     first, *rest = event.files
     return dataclasses.replace(event, files=(dataclasses.replace(first, **fields), *rest))  # type: ignore[arg-type]
@@ -133,7 +138,7 @@ def test_a_damaged_checkpoint_changes_nothing(
     before = writer.layout.run_json.read_bytes()
     event, folder = stage(2)
     if across:
-        monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
+        monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(CheckpointDamaged, match=why):
         writer.adopt_checkpoint(0, changed(event, **fields), folder, POLICY)
     assert names(writer) == {"step-1", "latest", "best"}
