@@ -188,6 +188,11 @@ class RankContext:
         if unit == "steps":
             self._profiles.reported(int(done))
 
+    def say(self, text: str) -> None:
+        """Print a line on rank 0; do nothing on the other ranks."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     def alert(self, text: str) -> None:
         """Tell the user something that should be looked at now: the first line of `text`, at most 1,000 characters.
 

@@ -15,7 +15,6 @@ from ddptrain.tracking.wandb.credentials import Access, access_to
 from ddptrain.tracking.wandb.tracker import RowFilter, WandbRow
 from ddptrain.tracking.wandb.wandb_artifacts import artifact_name, histograms, to_table
 from ddptrain.tracking.wandb.wandb_folders import (
-    ARTIFACTS,
     OPEN,
     SENT,
     UNSENT,
@@ -218,15 +217,6 @@ def test_part_is_sent_by_its_mark(tmp_path: Path, offline: bool, mark: str | Non
     (part,) = parts_below(tmp_path)
     assert part.sent is is_sent
     part.log.with_suffix(".wandb.synced").touch()
-    assert part.sent
-
-
-def test_part_of_which_the_artifacts_are_still_to_be_logged_waits(tmp_path: Path) -> None:
-    make(tmp_path, "000001", offline=True, mark=ARTIFACTS)
-    (part,) = parts_below(tmp_path)
-    part.log.with_suffix(".wandb.synced").touch()
-    assert not part.sent
-    (part.folder / UNSENT).write_text(SENT)
     assert part.sent
 
 
