@@ -120,12 +120,15 @@ def test_values_of_an_interval(given: dict[str, Any], values: list[float] | None
 def test_params_are_checked_together_with_the_first_searched_values(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "workload: images\nparams: {weights: IMAGENET1K_V2}\n"
-        "sweep: {space: {params.architecture: [resnet50]}, trials: 2, metric: x}\n"
+        "workload: images\nparams: {weights: IMAGENET1K_SWAG_E2E_V1}\n"
+        "sweep: {space: {params.architecture: [vit_b_16]}, trials: 2, metric: x}\n"
     )
-    with pytest.raises(ConfigError, match="resnet18 has no such weights"):
+    with pytest.raises(ConfigError, match="resnet50 has no such weights"):
         load_config(path)
-    assert load_config(path, sweeps=True).config.params == {"architecture": "resnet50", "weights": "IMAGENET1K_V2"}
+    assert load_config(path, sweeps=True).config.params == {
+        "architecture": "vit_b_16",
+        "weights": "IMAGENET1K_SWAG_E2E_V1",
+    }
 
 
 def test_a_problem_of_a_searched_param_is_named_once_at_the_sweep(tmp_path: Path) -> None:
