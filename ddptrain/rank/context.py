@@ -250,7 +250,6 @@ class RankContext:
         }
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
-        self._tracked.model(model)
         if settings.get("compile"):
             use_compile_cache(self._spec)
         prepared = prepare_model(model, self.device, settings, **ddp)
