@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,10 +115,10 @@ def test_a_failed_run_discards_the_profile(make: Make) -> None:
 @pytest.mark.parametrize(
     ("reported", "said"),
     [
-        ([], "the workload has reported no step; report each step, with ctx.checkpoint"),
+        ([], "the last reported step is 0; report each step, with ctx.checkpoint"),
         ([1, 2], "the last reported step is 2"),
-        ([9], "the first report is of step 9"),
-        ([1, 9], "they are between two reports, of steps 1 and 9; report each step"),
+        ([9], "after step 0, step 9 was reported"),
+        ([1, 9], "after step 1, step 9 was reported; report each step"),
     ],
 )
 def test_steps_that_do_not_come_are_a_warning(make: Make, reported: list[int], said: str) -> None:
@@ -157,16 +156,6 @@ def test_second_profile_at_the_same_time_is_refused(make: Make) -> None:
     rank = make(profile=StepProfile(3, 5))
     with pytest.raises(ValueError, match="the profile of steps 3 to 5 is not over"):
         rank.context.profile(steps=(7, 8))
-
-
-def test_reports_of_another_thread_do_not_begin_a_profile(make: Make) -> None:
-    rank = make(profile=StepProfile(2, 3))
-    thread = threading.Thread(target=rank.step, args=(1,))
-    thread.start()
-    thread.join()
-    rank.step(2)
-    rank.step(3)
-    assert list(rank.saved()) == [TRACE.format(3, 3)]
 
 
 def test_trace_that_cannot_be_written_is_a_warning(make: Make) -> None:
