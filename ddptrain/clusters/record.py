@@ -95,7 +95,7 @@ class ClusterRecord(BaseModel):
     def relation(self) -> Relation:
         """Whether this host can use the cluster: SAME if its scheduler listens on a network."""
         address = urlsplit(self.address)
-        only_there = self.backend == "local" or address.scheme == "unix" or is_loopback(address.hostname or "")
+        only_there = self.backend == "local" or is_loopback(address.hostname or "")
         return relation(self.host, this_host()) if only_there else Relation.SAME
 
     @property

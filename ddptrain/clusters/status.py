@@ -200,12 +200,9 @@ async def _is_refused(address: str) -> bool:
     """Return whether it is certain that nothing listens there."""
     place = urlsplit(address)
     try:
-        if place.scheme == "unix":
-            connecting = asyncio.open_unix_connection(place.path)
-        else:
-            connecting = asyncio.open_connection(place.hostname, place.port)
+        connecting = asyncio.open_connection(place.hostname, place.port)
         (await asyncio.wait_for(connecting, 1.0))[1].close()
-    except (ConnectionRefusedError, FileNotFoundError):
+    except ConnectionRefusedError:
         return True
     except OSError:
         pass
