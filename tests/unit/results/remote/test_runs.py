@@ -194,7 +194,7 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
 ) -> None:
     with runs.keeping("a-1", resumed=False) as keeping:
         with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
-            keeping.begin()
+            keeping.begin(lambda text: None, lambda error: None)
             assert keeping.flush(60) == ""
             token = json.loads(runs.store.read(f"a-1/{LOCK}") or b"")["token"]
             assert runs.folder.stat().st_mode & 0o777 == 0o700
@@ -215,7 +215,7 @@ def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoreRuns) 
     (stale / "mine").write_text("not lost")
     said: list[str] = []
     with runs.keeping("a-1", resumed=True) as keeping:
-        keeping.listen(said.append, lambda error: None)
+        keeping.begin(said.append, lambda error: None)
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
     (aside,) = runs.work.glob("a-1.before-*")
     assert (aside / "mine").read_text() == "not lost"

@@ -40,7 +40,9 @@ class Kept:
         self.uploads = Uploader(self.store, writer.layout.root, "token", max_failures=2, pace=pace)
         self.warnings: list[str] = []
         self.losses: list[DdptrainError] = []
-        self.uploads.listen(self.warnings.append, self.losses.append)
+
+    def begin(self) -> None:
+        self.uploads.begin(self.warnings.append, self.losses.append)
 
     def save(self, step: int, loss: float | None = None, content: bytes = b"w" * 1000) -> Path:
         metrics = {} if loss is None else {"val/loss": loss}
@@ -74,7 +76,7 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     kept.save(1, 1.0)
     kept.writer.layout.log(0).write_text("hello\n")
     (kept.writer.layout.artifacts_dir / ".odd").write_text("kept, too")
-    kept.uploads.begin()
+    kept.begin()
     assert kept.uploads.flush(60) == ""
     order = kept.order()
     step = [path for path in order if "step-1" in path]
@@ -86,7 +88,7 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
 
 def test_record_of_an_attempt_is_there_before_its_first_checkpoint(writer: RunWriter, stage: Stage) -> None:
     kept = Kept(writer, stage, replace(QUICK, every_record=1000.0))
-    kept.uploads.begin()
+    kept.begin()
     wait_until(lambda: "run.json" in kept.there())
     attempt = kept.writer.next_attempt(None, 2)
     kept.writer.update(attempts=(attempt,))
@@ -101,13 +103,13 @@ def test_what_w_and_b_keeps_for_itself_alone_is_not_uploaded(kept: Kept) -> None
         path = kept.writer.layout.tracking_dir / "wandb" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(b"1")
-    kept.uploads.begin()
+    kept.begin()
     assert kept.uploads.flush(60) == ""
     assert {path for path in kept.there() if path.startswith("tracking/")} == {"tracking/wandb/run-1/run-1.wandb"}
 
 
 def test_end_in_the_store_is_the_end_on_the_disk_and_the_working_folder_goes(kept: Kept) -> None:
-    kept.uploads.begin()
+    kept.begin()
     kept.save(1)
     kept.writer.finish(RunStatus.SUCCEEDED, 0)
     assert kept.uploads.flush(60) == ""
@@ -118,7 +120,7 @@ def test_end_in_the_store_is_the_end_on_the_disk_and_the_working_folder_goes(kep
 
 def test_old_checkpoint_goes_after_the_new_one_is_there_and_never_the_last(kept: Kept) -> None:
     kept.save(1)
-    kept.uploads.begin()
+    kept.begin()
     kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("away") if "step-2/checkpoint.json" in path else None
     kept.save(2)
@@ -135,7 +137,7 @@ def test_old_checkpoint_goes_after_the_new_one_is_there_and_never_the_last(kept:
 
 def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_path: Path) -> None:
     kept.save(1, content=b"old")
-    kept.uploads.begin()
+    kept.begin()
     kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
     kept.save(1, content=b"new")
@@ -155,14 +157,14 @@ def test_checkpoint_that_is_dropped_while_it_is_uploaded_comes_whole(kept: Kept)
             shutil.rmtree(dropped, ignore_errors=True)
 
     kept.fs.fails = drop
-    kept.uploads.begin()
+    kept.begin()
     wait_until(lambda: kept.store.read("checkpoints/step-1/checkpoint.json"))
     kept.uploads.flush(0.2)
     assert "checkpoints/step-1/state.pt" in kept.there()  # nothing newer is there: it stays
 
 
 def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept: Kept) -> None:
-    kept.uploads.begin()
+    kept.begin()
     kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("the store is away")
     kept.save(1)
@@ -180,14 +182,14 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
 
 
 def test_error_that_passes_is_not_told(kept: Kept) -> None:
-    kept.uploads.begin()
+    kept.begin()
     kept.fs.errors = [TimeoutError(), TimeoutError()]
     assert kept.uploads.flush(60) == ""
     assert not kept.warnings and not kept.losses
 
 
 def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> None:
-    kept.uploads.begin()
+    kept.begin()
     kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("too long a name") if "artifacts" in path else None
     (kept.writer.layout.artifacts_dir / "x").write_text("1")
@@ -199,7 +201,7 @@ def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> 
 
 
 def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -> None:
-    kept.uploads.begin()
+    kept.begin()
     kept.uploads.flush(60)
     kept.uploads.lose(RunLocked("held by another"))
     count = len(kept.fs.writes)
@@ -216,7 +218,7 @@ def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
     kept = Kept(writer, stage, replace(QUICK, every_file=0.0))
     log, line = writer.layout.log(0), b"x" * 1023 + b"\n"
     log.write_bytes(line)
-    kept.uploads.begin()
+    kept.begin()
     for size in (300, 301, 700):
         log.write_bytes(line * size)
         assert kept.uploads.flush(60) == ""
@@ -227,7 +229,7 @@ def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
     (again / "logs").mkdir(parents=True)
     (again / "logs/rank-0.log").write_bytes(line * 701)
     other = Uploader(kept.store, again, "token", pace=QUICK)
-    other.begin()
+    other.begin(pytest.fail, lambda error: None)
     assert other.flush(60) == ""
     assert kept.store.files("logs")["logs/rank-0.log.00002"].size_bytes == 1024
     (again / "logs/rank-0.log").write_bytes(b"begun again\n")  # as a log that is rotated
@@ -239,7 +241,7 @@ def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
 def test_half_a_line_of_a_record_is_not_sent(kept: Kept) -> None:
     path = kept.writer.layout.root / "numbers.jsonl"
     path.write_text('{"a": 1}\n{"a"')
-    kept.uploads.begin()
+    kept.begin()
     assert kept.uploads.flush(60) == "" and kept.store.read("numbers.jsonl") == b'{"a": 1}\n'
 
 
@@ -274,7 +276,7 @@ def download(store: ObjectStore, folder: Path, warn: Callable[[str], None] = pyt
 
 
 def upload(kept: Kept) -> None:
-    kept.uploads.begin()
+    kept.begin()
     assert kept.uploads.flush(60) == ""
 
 
@@ -313,7 +315,7 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
         there.writer, there.stage, there.store, there.fs = again, stage, kept.store, kept.fs
         again.go_on_from(verify(other / "checkpoints/step-2"), POLICY)
         mirror = Uploader(kept.store, other, "token", pace=QUICK)
-        mirror.begin()
+        mirror.begin(pytest.fail, lambda error: None)
         there.save(3, 3.0)
         again.finish(RunStatus.SUCCEEDED, 0)
         assert mirror.flush(60) == ""
