@@ -16,7 +16,7 @@ from ddptrain.results.checkpoints.verification import newest_verified, verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import find_checkpoint
-from ddptrain.results.remote.checkpoints import download_checkpoints, download_model, download_newest
+from ddptrain.results.remote.checkpoints import download_model, download_newest
 from ddptrain.results.remote.uploader import Pace, Uploader
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -84,18 +84,6 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     assert order.index("checkpoints/latest") > order.index(step[-1]) and order[-1] == "run.json"
     expected = {"run.json", "config.yaml", "events.jsonl", "metrics.jsonl", "logs/rank-0.log", "artifacts/.odd"}
     assert kept.there() == {*expected, *step, "checkpoints/latest", "checkpoints/best"}
-
-
-def test_record_of_an_attempt_is_there_before_its_first_checkpoint(writer: RunWriter, stage: Stage) -> None:
-    kept = Kept(writer, stage, replace(QUICK, every_record=1000.0))
-    kept.begin()
-    wait_until(lambda: "run.json" in kept.there())
-    attempt = kept.writer.next_attempt(None, 2)
-    kept.writer.update(attempts=(attempt,))
-    kept.save(1)
-    wait_until(lambda: "checkpoints/step-1/checkpoint.json" in kept.there())
-    stored = kept.store.read("run.json")
-    assert stored is not None and [each["attempt"] for each in json.loads(stored)["attempts"]] == [1]
 
 
 def test_what_w_and_b_keeps_for_itself_alone_is_not_uploaded(kept: Kept) -> None:
@@ -181,13 +169,6 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert kept.writer.layout.run_json.exists()
 
 
-def test_error_that_passes_is_not_told(kept: Kept) -> None:
-    kept.begin()
-    kept.fs.errors = [TimeoutError(), TimeoutError()]
-    assert kept.uploads.flush(60) == ""
-    assert not kept.warnings and not kept.losses
-
-
 def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> None:
     kept.begin()
     kept.uploads.flush(60)
@@ -236,13 +217,6 @@ def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
     assert other.flush(60) == ""
     assert {path: file.size_bytes for path, file in kept.store.files("logs").items()} == {"logs/rank-0.log": 12}
     other.close(0.1)
-
-
-def test_half_a_line_of_a_record_is_not_sent(kept: Kept) -> None:
-    path = kept.writer.layout.root / "numbers.jsonl"
-    path.write_text('{"a": 1}\n{"a"')
-    kept.begin()
-    assert kept.uploads.flush(60) == "" and kept.store.read("numbers.jsonl") == b'{"a": 1}\n'
 
 
 def test_step_of_an_earlier_version_that_was_saved_again_is_read(kept: Kept, tmp_path: Path) -> None:
@@ -324,13 +298,6 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     assert steps == {"step-1", "step-3"} and kept.store.read("checkpoints/best") == b"step-1\n"
 
 
-def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Path) -> None:
-    upload(kept)
-    kept.fs.errors = [OSError("away")] * 3
-    with pytest.raises(StoreError, match="away"):
-        download(kept.store, tmp_path / "other")
-
-
 def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
     kept.save(1, 1.0, b"best")
     kept.save(2, 2.0, b"newest")
@@ -352,39 +319,3 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
         download_model(kept.store, tmp_path / "another", kept.store.files())
     with pytest.raises(RunNotFound, match="has no checkpoint in memory://"):
         download_model(kept.store.below("none"), copy, {})
-
-
-def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -> None:
-    kept.save(1, 1.0)
-    kept.save(2, 2.0)
-    upload(kept)
-    download_checkpoints(kept.store, tmp_path / "all")
-    assert sorted(path.name for path in (tmp_path / "all/checkpoints").iterdir()) == ["step-1", "step-2"]
-    assert verify(tmp_path / "all/checkpoints/step-1").metrics == {"val/loss": 1.0}
-    kept.store.write("checkpoints/step-1/model.safetensors", b"x" * 1000)
-    download_checkpoints(kept.store, tmp_path / "whole")
-    assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
-
-
-@pytest.mark.parametrize(
-    ("best", "latest", "which", "step"),
-    [
-        ("step-1\n", "step-2\n", "best", 1),
-        ("step-1\n", "step-2\n", "latest", 2),
-        ("step-7\n", "step-1\n", "best", 1),
-        ("", "nonsense", "best", 2),
-        ("step-1\n", "", "latest", 2),
-    ],
-)
-def test_pointer_without_its_checkpoint_gives_way_to_the_next(
-    kept: Kept, tmp_path: Path, best: str, latest: str, which: str, step: int
-) -> None:
-    kept.save(1, 1.0)
-    kept.save(2, 2.0)
-    upload(kept)
-    kept.store.write("checkpoints/best", best.encode())
-    kept.store.write("checkpoints/latest", latest.encode())
-    copy = tmp_path / "copy"
-    download_model(kept.store, copy, kept.store.files(), which)
-    assert [path.parent.name for path in copy.rglob("*.safetensors")] == [f"step-{step}"]
-    assert {(copy / "checkpoints" / name).read_text() for name in ("best", "latest")} == {f"step-{step}\n"}
