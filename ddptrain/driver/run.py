@@ -131,7 +131,6 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         if choice is not None:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
         writer.save_git_diff()
-        upload.begin()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
         return Run(resolved, options, choice, machine, writer, upload, inputs, inbox, signals).run()
@@ -199,7 +198,7 @@ class Run:
             if shared is None
             else shared.cluster
         )
-        self.upload.listen(self.recorder.warn, self._abort)
+        self.upload.begin(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
 
     def _display(self) -> RunObserver:
