@@ -137,7 +137,7 @@ OutputOption = Annotated[
         help="auto, live, plain or json; auto is live on a terminal, and plain lines elsewhere.",
     ),
 ]
-ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
+ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
 
 
 @dataclass
