@@ -41,8 +41,8 @@ _LOG_LINES = 12
 _CLOSE_S = 2.0  # for closing the connection
 
 
-def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool = False, if_needed: bool = False) -> View:
-    """Start a cluster and wait until all its workers are warm; with `tls` also a local one listens on TCP.
+def up(config: ClusterConfig, name: str, tell: Tell, *, if_needed: bool = False) -> View:
+    """Start a cluster and wait until all its workers are warm.
 
     With `if_needed`, a cluster that is up with the same settings is the result, not an error; if another command is
     starting or ending the cluster, this one waits for that command first.
@@ -60,21 +60,21 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool = False, if_ne
             tell(f"another command is starting or ending the cluster {name}: waiting for it")
     with records.locked(name, **patience_s):
         if (view := _look_or_clean_up(name, tell)) is None:
-            return _start(config, name, backend, tell, tls=tls)
+            return _start(config, name, backend, tell)
     if not if_needed:
         raise UsageError(f"the cluster {name} is up at {view.cluster.address}, {view.slots} slots")
-    _check_same(view, config, tls=tls)
+    _check_same(view, config)
     tell(f"the cluster {name} is up already")
     return view
 
 
-def _start(config: ClusterConfig, name: str, backend: Backend, tell: Tell, *, tls: bool) -> View:
+def _start(config: ClusterConfig, name: str, backend: Backend, tell: Tell) -> View:
     began = time.monotonic()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     cluster = records.create(ClusterRecord(name=name, config=config, started_at=now))
     _log.info("cluster starts", cluster=name, backend=config.backend, folder=cluster.folder)
     try:
-        if tls or backend.tls:
+        if backend.tls:
             make_tls(cluster.folder)
         # The generator is closed before the clean-up: it waits for what it is starting at the moment.
         with deferred(breakable=True) as deliver_signals, contextlib.closing(backend.start(cluster, tell)) as parts:
@@ -123,14 +123,12 @@ def _look_or_clean_up(name: str, tell: Tell) -> View | None:
     return None
 
 
-def _check_same(view: View, config: ClusterConfig, *, tls: bool) -> None:
+def _check_same(view: View, config: ClusterConfig) -> None:
     """Raise UsageError if the running cluster has other settings, ClusterError if it has lost workers."""
     cluster, name = view.cluster, view.name
     started, asked = cluster.config.model_dump(by_alias=True), config.model_dump(by_alias=True)
     fields = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
     changes = [f"cluster.{field}" for field in fields if started.get(field) != asked.get(field)]
-    if tls and cluster.tls_dir is None:
-        changes.append("--tls")
     if changes:
         raise UsageError(
             f"the cluster {name} is up at {cluster.address} with other settings ({', '.join(changes)}): leave them "

@@ -109,7 +109,7 @@ class ClusterRecord(BaseModel):
         The processes of a cluster that listens on a network are checked one by one: see `processes.alive`.
         """
         address = urlsplit(self.address)
-        only_there = self.backend == "local" or address.scheme == "unix" or is_loopback(address.hostname or "")
+        only_there = self.backend == "local" or is_loopback(address.hostname or "")
         return relation(self.host, this_host()) if only_there else Relation.SAME
 
     @property

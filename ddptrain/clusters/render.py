@@ -12,7 +12,6 @@ from ddptrain.text_tables import Section, clean, clean_line
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
 
 _ACCESS = {
-    "unix": "this user only: unix sockets",
     "tls": "whoever has its certificate: TLS",
     "tcp": "everyone who can reach it: no certificate",
 }

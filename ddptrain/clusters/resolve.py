@@ -34,10 +34,6 @@ class Target:
     foreign: bool = True
     fixed: bool = False
 
-    def __post_init__(self) -> None:
-        if self.address.startswith("unix://"):
-            import ddptrain.protocol.unix_comm  # noqa: F401 - registers the unix:// protocol in Dask
-
 
 def by_name(name: str) -> Target:
     """Return the user's cluster of that name. Raises ClusterNotFound, ClusterError."""

@@ -1,6 +1,6 @@
 """Clusters on this machine: a scheduler and one worker, detached.
 
-They listen on unix sockets that only this user can open; with --tls on 127.0.0.1, for programs that need a TCP address.
+They listen on 127.0.0.1, with TLS: only this user can read the cluster's key.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class LocalBackend(Backend):
     """One slot per GPU of this machine, or the requested number of slots on the CPU."""
 
     own_workers = True
+    tls = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Start scheduler and worker. Raises ClusterError."""
@@ -32,7 +33,7 @@ class LocalBackend(Backend):
         folder = cluster.folder
         worker = ["-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json", "--slots", str(slots)]
         worker += ["--gpus", ",".join(gpus) or "none", "--scratch", f"{folder}/scratch", "--name", socket.gethostname()]
-        worker += [] if cluster.tls_dir is None else ["--host", _LOOPBACK, "--tls-dir", str(folder)]
+        worker += ["--host", _LOOPBACK, "--tls-dir", str(folder)]
         # The worker first: its rank server imports torch while the scheduler starts.
         yield _started(cluster, "worker", worker)
         scheduler = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder), "--warm-driver"]
@@ -51,10 +52,6 @@ class LocalBackend(Backend):
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End both, and the ranks with them. Raises ClusterError."""
         processes.end(str(cluster.folder), [part.process for part in cluster.parts if part.process])
-        if cluster.address.startswith("unix://"):
-            from ddptrain.protocol.unix_comm import remove_socket_dir
-
-            remove_socket_dir(cluster.address)  # left by a scheduler that was killed
 
 
 def _started(cluster: ClusterRecord, role: str, arguments: list[str]) -> Part:

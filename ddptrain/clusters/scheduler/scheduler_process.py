@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import log
-from ddptrain.clusters.security import CERT_FILE, own_security, write_private_json
+from ddptrain.clusters.security import own_security, write_private_json
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import temp_folder
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
@@ -50,7 +50,7 @@ SCHEDULER_CONFIG: dict[str, object] = {
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
 
-_log = log.Log("ddptrain.clusters.scheduler")
+_log = log.Log("ddptrain.scheduler")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The Dask scheduler of a cluster of ddptrain's.",
     )
     parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
-    parser.add_argument("--host", help="address or name to listen on (default: a unix socket; with TLS 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address or name to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without a run; 0 is never (default)")
     parser.add_argument("--warm-driver", action="store_true", help="keep a process that forks drivers for commands")
@@ -76,8 +76,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _serve(options: argparse.Namespace, scratch: Path) -> None:
-    from ddptrain.protocol import unix_comm
-
     stop_signal = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_signal.set)
@@ -105,7 +103,6 @@ async def _serve(options: argparse.Namespace, scratch: Path) -> None:
     for end in ends:
         end.cancel()
     await scheduler.close(reason=reason or "ended by a signal")
-    unix_comm.remove_socket_dir(scheduler.address)
 
 
 def _start_warm_driver(folder: Path) -> subprocess.Popen[bytes]:
@@ -124,24 +121,15 @@ async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
     logging.getLogger("distributed").setLevel(logging.WARNING)
     dask.config.set(SCHEDULER_CONFIG)
     scheduler: Scheduler = await Scheduler(
-        **_listening(options),
+        protocol="tls",
+        host=options.host,
+        port=options.port,
+        security=own_security(options.folder),
         dashboard=False,
         dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
         local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
     )
     return scheduler
-
-
-def _listening(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments for Dask's Scheduler: address and security."""
-    if (options.folder / CERT_FILE).exists():
-        tls = own_security(options.folder)
-        return {"protocol": "tls", "host": options.host or "127.0.0.1", "port": options.port, "security": tls}
-    if options.host:
-        return {"protocol": "tcp", "host": options.host, "port": options.port}
-    from ddptrain.protocol import unix_comm
-
-    return {"protocol": unix_comm.SCHEME, "host": unix_comm.scheduler_path(unix_comm.make_socket_dir()), "port": 0}
 
 
 def _card(scheduler: Scheduler) -> dict[str, Any]:

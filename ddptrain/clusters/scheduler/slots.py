@@ -27,7 +27,7 @@ PLUGIN_NAME = "ddptrain-slots"
 _FORGET_WAITER_S = 30.0  # a waiting driver that does not repeat its request for that long leaves the queue
 _LAST_MESSAGES_S = 1.0
 
-_log = log.Log("ddptrain.clusters.scheduler")
+_log = log.Log("ddptrain.scheduler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +244,7 @@ def _forget_topic(scheduler: Scheduler, run_id: str) -> None:
     """Delete the topic of a run: the scheduler would keep its last thousand messages for ever."""
     broker = getattr(scheduler, "_broker", None)
     if broker is not None:
-        for name in (topic(run_id), log.topic(run_id)):
-            broker._topics.pop(name, None)  # noqa: SLF001  # there is no public way
+        broker._topics.pop(topic(run_id), None)  # noqa: SLF001  # there is no public way
 
 
 def _forget_unheard_topic(scheduler: Scheduler, run_id: str) -> None:

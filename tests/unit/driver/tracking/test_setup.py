@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -281,3 +282,25 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
     sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
     assert ".sync.lock" in sent.problem and sent.waiting == 1
     assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+@pytest.mark.usefixtures("home_wandb_sync")
+def test_error_of_wandb_is_shown_without_the_key(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
+    layout.run_json.write_text(record.to_json())
+    program = tmp_path / "program"  # runs in place of `python -P -m wandb sync`
+    program.write_text(
+        "#!/bin/sh\necho '2025-01-01 ERROR first'\n"
+        f"echo 'wandb: ERROR key {KEY} refused by http://me:hush@there/'\n"
+        "echo 'wandb: ERROR Find detailed error logs at: /tmp/x'\n"
+        f"env > {tmp_path}/environment\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    environ = {"HOME": os.environ["HOME"], "WANDB_API_KEY": KEY, "WANDB_MODE": "offline", "WANDB_RUN_ID": "x"}
+    sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
+    assert sent.problem == "key <left out> refused by http://<left out>@there/"
+    given = (tmp_path / "environment").read_text()
+    assert f"WANDB_API_KEY={KEY}" in given and "WANDB_MODE" not in given, "it says how to send, not how to record"
