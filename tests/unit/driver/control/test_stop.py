@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
-from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
+from ddptrain.driver.control.stop import REQUEST, StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
@@ -27,6 +27,10 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 # --- A request in the run directory is a signal to its driver, and to no other process ---
+
+
+def text(request: StopRequest) -> str:
+    return REQUEST.dump_json(request).decode()
 
 
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
@@ -49,7 +53,7 @@ def signals(writer: RunWriter) -> Iterator[Signals]:
 def ask(writer: RunWriter, request: StopRequest | str) -> None:
     """Put it there, and wait until it is gone."""
     beside = writer.layout.root / "beside"
-    beside.write_text(request if isinstance(request, str) else request.to_json())
+    beside.write_text(request if isinstance(request, str) else text(request))
     beside.replace(writer.layout.stop_json)
     deadline = time.monotonic() + 60
     while writer.layout.stop_json.exists():
@@ -99,7 +103,7 @@ def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> Non
 
 @pytest.mark.parametrize(
     "request_text",
-    ["", "[]", "nonsense", "[" * 100_000, "\0", replace(OURS, pid=1).to_json(), replace(OURS, host="x").to_json()],
+    ["", "[]", "nonsense", "[" * 100_000, "\0", text(replace(OURS, pid=1)), text(replace(OURS, host="x"))],
     ids=["empty", "list", "nonsense", "deep", "nul", "another process", "another host"],
 )
 def test_request_for_another_driver_and_nonsense_are_removed_and_not_obeyed(
@@ -113,7 +117,7 @@ def test_request_for_another_driver_and_nonsense_are_removed_and_not_obeyed(
 def test_request_that_the_driver_before_left_is_not_for_the_next(tmp_path: Path, writer: RunWriter) -> None:
     writer.finish(RunStatus.FAILED, 1)
     writer.close()
-    writer.layout.stop_json.write_text(OURS.to_json())
+    writer.layout.stop_json.write_text(text(OURS))
     with RunWriter.reopen(tmp_path / "a-run", "") as again:
         assert not again.layout.stop_json.exists()
 
@@ -134,7 +138,7 @@ def test_stop_waits_until_the_run_has_ended_and_its_driver_has_left(writer: RunW
 
     def tell(text: str) -> None:
         said.append(text)
-        assert StopRequest.from_json(writer.layout.stop_json.read_bytes()) == OURS
+        assert REQUEST.validate_json(writer.layout.stop_json.read_bytes()) == OURS
         writer.finish(RunStatus.PREEMPTED, ExitCode.PREEMPTED)
         writer.close()
 

@@ -12,11 +12,12 @@ from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.run_end import Restart, RestartPolicy
 from ddptrain.driver.ranks import AttemptEnd
-from ddptrain.driver.recorder import STEPS, SlowRank, SlowRanks
+from ddptrain.driver.recorder import STEPS, SlowRanks
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
 from ddptrain.protocol.news import RankExit
+from ddptrain.results.run_record import SlowRankRecord
 
 # --- The first cause is told from its victims ---
 
@@ -70,7 +71,11 @@ def test_missing_network_interface_is_named_with_its_variable() -> None:
 # --- A rank is slow if the other ranks wait for it for a fifth of each step ---
 
 
-def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: float = 1.0) -> SlowRank | None:
+def slow(rank: int, own_s: float, median_s: float, *, computes: bool) -> SlowRankRecord:
+    return SlowRankRecord(rank=rank, own_s=own_s, median_s=median_s, computes=computes)
+
+
+def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: float = 1.0) -> SlowRankRecord | None:
     """What is found after these waits of each rank in its last steps."""
     ranks, found = SlowRanks(len(waits)), None
     for number in range(STEPS):
@@ -82,16 +87,16 @@ def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: fl
 @pytest.mark.parametrize(
     ("waits", "compute", "expected"),
     [
-        ([[0.5] * 5, [0.1] * 5], [0.5, 0.9], SlowRank(1, 0.9, 0.5, computes=True)),
-        ([[0.5] * 5, [0.1] * 5], [0.5, 0.5], SlowRank(1, 0.9, 0.5, computes=False)),
+        ([[0.5] * 5, [0.1] * 5], [0.5, 0.9], slow(1, 0.9, 0.5, computes=True)),
+        ([[0.5] * 5, [0.1] * 5], [0.5, 0.5], slow(1, 0.9, 0.5, computes=False)),
         ([[0.28] * 5, [0.1] * 5], [0.5, 0.9], None),  # the others wait for less than a fifth
         ([[0.5, 0.0, 0.5, 0.5, 0.0], [0.1] * 5], [0.5, 0.9], None),  # not in each step
-        ([[0.5, 0.0, 0.5, 0.5, 0.5], [0.9, 0.1, 0.1, 0.1, 0.1]], [0.5, 0.9], SlowRank(1, 0.9, 0.5, computes=True)),
-        ([[0.4] * 5, [0.4] * 5, [0.0] * 5, [0.5] * 5], [0.5] * 4, SlowRank(2, 1.0, 0.6, computes=False)),
+        ([[0.5, 0.0, 0.5, 0.5, 0.5], [0.9, 0.1, 0.1, 0.1, 0.1]], [0.5, 0.9], slow(1, 0.9, 0.5, computes=True)),
+        ([[0.4] * 5, [0.4] * 5, [0.0] * 5, [0.5] * 5], [0.5] * 4, slow(2, 1.0, 0.6, computes=False)),
         ([[0.4] * 5, [0.4] * 5, [0.4] * 5, [0.4] * 5], [0.5] * 4, None),  # a slow network
     ],
 )
-def test_slow_rank(waits: Sequence[Sequence[float]], compute: Sequence[float], expected: SlowRank | None) -> None:
+def test_slow_rank(waits: Sequence[Sequence[float]], compute: Sequence[float], expected: SlowRankRecord | None) -> None:
     assert named(waits, compute) == expected
 
 
