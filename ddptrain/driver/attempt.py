@@ -39,7 +39,7 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines, events
-from ddptrain.protocol.commands import OF_SIGNALS, Command
+from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command
 from ddptrain.protocol.news import News, RankExit, RankNews, describe_status
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.errors import UnsafePath
@@ -437,7 +437,7 @@ class Attempt:
         name, specs = signal.Signals(signum).name, [rank.spec for rank in self.ranks if rank.entered and not rank.over]
         if specs:
             self.recorder.notice(f"{was_sent(signum)}: the ranks get it, too")
-            self.workers.tell(specs, Command.USER_1)
+            self.workers.tell(specs, FORWARDED[signum])
         else:
             self.recorder.warn(f"{was_sent(signum)}, and no rank is in the workload: {name} has no effect")
 
