@@ -132,8 +132,7 @@ class Sweep:
         def lost(error: DdptrainError) -> None:
             inbox.put(ResultsLost(error))
 
-        home.upload.listen(lambda text: self.display.notice(text, level="warning"), lost)
-        home.upload.begin()
+        home.upload.begin(lambda text: self.display.notice(text, level="warning"), lost)
         home.writer.keep_heartbeat(lost)
 
     def run(self) -> int:

@@ -74,9 +74,9 @@ class Fault:
         text = one_line(self.message) if self.type in ("", "SystemExit") else _one_line(self.type, self.message)
         return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
-    def record(self, host: str, log: str) -> FailureRecord:
-        """Return the fault as run.json contains it; `log` is the path of the rank's log."""
-        return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)
+    def record(self, host: str, log: str, cause: str) -> FailureRecord:
+        """Return the fault as run.json contains it; `log` is the path of the rank's log, `cause` the root cause."""
+        return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log, cause)
 
 
 def _interface_hint(text: str) -> str:
