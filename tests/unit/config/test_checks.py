@@ -79,12 +79,6 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
 # --- cluster backends ---
 
 
-@pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.built_in.items() if target])
-def test_class_of_every_backend_is_found(backend: str) -> None:
-    made = plugin_names.provider_class(backend)()
-    assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop", "reopen"))
-
-
 def test_backend_that_starts_nothing_says_so() -> None:
     with pytest.raises(UsageError, match="address uses a cluster that is up"):
         plugin_names.provider_class("address")
