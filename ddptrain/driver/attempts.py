@@ -159,7 +159,7 @@ class Attempts:
         self.tracking.go_on_from(self.checkpoint)
         with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
             built = self.specs.build(number, places, self.checkpoint)
-        self.workers.give(built)
+        self.workers.give(built, places)
         ranks = [Rank(spec, place) for spec, place in zip(built, places, strict=True)]
         logs = [self.writer.layout.log(place.rank) for place in places]
         self.recorder.event(

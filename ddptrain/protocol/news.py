@@ -71,7 +71,7 @@ class RankExit:
 
     timed_out: the process was aborted because a collective operation did not end. lost_peer: it was aborted because
     another rank has ended. reason: "" if unknown, else of a SIGKILL that it was out of memory; of a crash (SIGSEGV,
-    SIGABRT and others) the C++ exception and the user's frame; of an exit code why the rank could not report its failure.
+    SIGABRT and others) the C++ exception and the user's frame; of an exit code why the rank has reported no failure.
     """
 
     pid: _Count

@@ -132,9 +132,9 @@ def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
 
 
 async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker) -> None:
-    """Keep the specs of an attempt until the task of its ranks takes them. `data`: compressed JSON, of each rank."""
+    """Keep the specs of an attempt until the task of its ranks takes them. `data`: compressed JSON, by rank."""
     host = rank_host(dask_worker, run_id)
-    host.keep_specs(run_id, attempt, json.loads(zlib.decompress(data)))
+    host.keep_specs(run_id, attempt, {int(rank): text for rank, text in json.loads(zlib.decompress(data)).items()})
 
 
 async def describe_offer(dask_worker: Worker) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class RankHost(WorkerPlugin):
         self._children: dict[str, dict[str, float]] = {}
         self._stops: dict[str, float | None] = {}  # rank's key -> grace period of the last stop, also before its start
         self.leaving = False
-        self._specs: dict[str, tuple[int, list[str]]] = {}  # run -> attempt and JSON of each rank
+        self._specs: dict[str, tuple[int, dict[int, str]]] = {}  # run -> attempt, and JSON by rank
         self._lock = threading.Lock()
         self._specs_came = threading.Condition()
         self._replace_lock = threading.Lock()
@@ -116,16 +116,16 @@ class RankHost(WorkerPlugin):
         gpu = self.gpu_of(slot)
         return f"GPU {gpu}" if gpu is not None else f"{self.worker.name} slot {slot}"
 
-    def keep_specs(self, run_id: str, attempt: int, texts: list[str]) -> None:
+    def keep_specs(self, run_id: str, attempt: int, texts: dict[int, str]) -> None:
         """Keep the specs of an attempt for its task; each text is that of one rank, as JSON."""
         with self._specs_came:
             self._specs[run_id] = attempt, texts
             self._specs_came.notify_all()
 
-    def take_specs(self, run_id: str, attempt: int) -> list[str]:
+    def take_specs(self, run_id: str, attempt: int) -> dict[int, str]:
         """Return the specs of an attempt, once. Waits for them. Raises RankServerLost if they do not arrive."""
         with self._specs_came:
-            if not self._specs_came.wait_for(lambda: self._specs.get(run_id, (0, []))[0] == attempt, _SPECS_S):
+            if not self._specs_came.wait_for(lambda: self._specs.get(run_id, (0, {}))[0] == attempt, _SPECS_S):
                 raise RankServerLost(f"the driver has sent no specs of its ranks within {_SPECS_S:g} s")
             return self._specs.pop(run_id)[1]
 
