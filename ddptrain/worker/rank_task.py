@@ -27,9 +27,8 @@ from ddptrain.protocol import deadlines, news
 from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_environment, spool, stack_reports
-from ddptrain.worker.foreign_worker import offered_slots, rank_host
 from ddptrain.worker.rank_environment import HostResources, RankResources
-from ddptrain.worker.rank_host import RankHost
+from ddptrain.worker.rank_host import RankHost, offered_slots, rank_host
 from ddptrain.worker.system_metrics import MemoryWatch, SampledRank, SystemSampler, cpu_seconds, members
 
 _INTERVAL_S = 0.05  # between two messages, while ranks write

@@ -33,13 +33,13 @@ from ddptrain.worker.system_metrics import (
 
 
 def test_facts_of_this_host_survive_the_way_to_the_driver(tmp_path: Path) -> None:
-    facts = host_facts(tmp_path, "lo")
+    facts = host_facts(tmp_path)
     assert facts.cores >= 1 and facts.memory_mb > 0 and facts.open_files > 0 and facts.scratch_mb > 0
     assert TypeAdapter(HostFacts).validate_json(json.dumps(dataclasses.asdict(facts))) == facts
 
 
 def test_folder_that_is_missing_is_a_problem_and_not_an_error(tmp_path: Path) -> None:
-    (problem,) = host_facts(tmp_path / "missing", "lo").problems
+    (problem,) = host_facts(tmp_path / "missing").problems
     assert problem.endswith("No such file or directory")
 
 

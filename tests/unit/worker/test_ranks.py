@@ -18,7 +18,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import events, news
 from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
-from ddptrain.worker import foreign_worker, rank_environment, rank_task
+from ddptrain.worker import rank_environment, rank_host, rank_task
 from ddptrain.worker.rank_host import RankHost, slot_resources
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 from tests.unit.specs import make_spec
@@ -453,7 +453,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def visible(environ: dict[str, str]) -> tuple[str, ...]:
         return tuple(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
 
-    monkeypatch.setattr(foreign_worker, "visible_gpus", visible)
+    monkeypatch.setattr(rank_host, "visible_gpus", visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -475,4 +475,4 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
 ) -> None:
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert foreign_worker.offered_slots(worker(**known)) == offered
+    assert rank_host.offered_slots(worker(**known)) == offered
