@@ -13,8 +13,7 @@ from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
 from ddptrain.rank.agreement import Agreement, CollectiveValues, PreemptedExit
-from ddptrain.rank.checkpoint.checkpoints import Checkpoints
-from ddptrain.rank.checkpoint.files import Resumed
+from ddptrain.rank.checkpoint.checkpoints import Checkpoints, Resumed
 from ddptrain.rank.gradients import GradientSteps
 from ddptrain.rank.loader import Loaders, RankLoader, make_loader
 from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, whole

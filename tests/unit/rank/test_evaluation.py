@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ddptrain.rank.checkpoint.files import write
+from ddptrain.rank.checkpoint.files import write, write_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
-from ddptrain.rank.evaluation import SavedCheckpoint, checked_metrics, evaluate, saved_checkpoints
+from ddptrain.rank.evaluation import SavedCheckpoint, checked_metrics, evaluate
 
 NAN = float("nan")
 
@@ -117,23 +117,13 @@ def test_values_that_are_no_metrics_are_refused(returned: Any, message: str) -> 
         checked_metrics(returned)
 
 
-def test_numbers_tensors_and_nan_are_metrics() -> None:
-    found = checked_metrics({"a": 1, "b": torch.tensor(2.5), "c": NAN})
-    assert (found["a"], found["b"]) == (1.0, 2.5) and math.isnan(found["c"])
-
-
-def test_checkpoints_know_what_they_are_compared_with() -> None:
-    new, old = saved_checkpoints(TARGETS, {"width": 3}, "more.csv")
-    assert (new.name, new.path, new.step, new.epoch) == ("new", Path("/new"), 7, 1.0)
-    assert new.params == {"width": 3} and new.data == "more.csv" and new.metrics == {"val/loss": 2.0}
-    assert new.compared == old.compared == {"new": Path("/new"), "old": Path("/old")}
-
-
 def test_saved_checkpoint_loads_weights_and_state_into_a_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     state = {"step": 7, "epoch": 1.0, "metrics": {}, "extra": {"classes": ["a", "b"]}}
-    write(tmp_path / "step-7", HostBuffers().take(model, None, state))
+    copied = HostBuffers().take(model, None, state)
+    write(tmp_path / "step-7", copied)
+    write_state(tmp_path / "step-7", copied.state)
     checkpoint = SavedCheckpoint("new", tmp_path / "step-7", 7, 1.0, {})
     assert torch.equal(checkpoint.weights()["weight"], model.weight)
     assert checkpoint.state()["extra"] == {"classes": ["a", "b"]}
