@@ -15,7 +15,6 @@ _DISK_MB = 1_000, 10_000
 _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process; gloo opens a connection to each other rank
 _FILES_WARNING = 1_024
 _GPU_MEMORY_USED = 0.05
-_TEMPERATURE_C = 90
 _ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl", "GPUs"})
 _COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the version must be equal
 _MIN_COMPARED = 3  # of two values, nobody knows which one is wrong
@@ -133,17 +132,12 @@ def _begins(up: Sequence[str], name: str) -> bool:
 
 def _gpu_faults(gpu: GpuFacts) -> Iterable[Check]:
     name = f"GPU {gpu.index} ({gpu.name})"
-    reset = "reset the GPU; replace it if that does not help"
     if gpu.ecc_errors:
-        yield Check("ECC", Result.BAD, f"{name} has {gpu.ecc_errors} uncorrected memory errors", reset)
-    if gpu.remap_pending:
-        yield Check("ECC", Result.BAD, f"{name} waits for a reset to replace bad memory rows", reset)
+        text = f"{name} has {gpu.ecc_errors} uncorrected memory errors"
+        yield Check("ECC", Result.BAD, text, "reset the GPU; replace it if that does not help")
     if gpu.throttled:
         text = f"{name} reduces its clocks: {', '.join(gpu.throttled)}"
         yield Check("throttling", Result.BAD, text, "check cooling and power supply")
-    if gpu.temperature_c is not None and gpu.temperature_c >= _TEMPERATURE_C:
-        text = f"{name} has {gpu.temperature_c} degrees Celsius"
-        yield Check("temperature", Result.WARNING, text, "check the cooling")
     if gpu.memory_used_mb > _GPU_MEMORY_USED * gpu.memory_mb:
         text = f"{gpu.memory_used_mb} MB of {gpu.memory_mb} MB of {name} are in use by other processes"
         yield Check("GPU memory", Result.WARNING, text, "nvidia-smi names these processes")
