@@ -113,21 +113,21 @@ def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
         yield Check("open files", result, text, "raise it where the worker starts: ulimit -n 65536")
     for gpu in facts.gpus:
         yield from _gpu_faults(gpu)
-    up = [each.name for each in facts.interfaces if each.is_up]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = facts.network_env.get(variable, "")
-        names = [] if value.startswith("^") else [name.strip() for name in value.split(",")]
-        # NCCL's rules: a prefix, or = and a name
-        missing = [name for name in names if not (name[1:] in up if name[:1] == "=" else _begins(up, name))]
-        if missing and value:
-            text = f"{variable} is {value}, but no interface {', '.join(missing)} is up"
-            yield Check("network", Result.BAD, text, f"use one of {', '.join(up) or 'none'}, or unset it")
-        elif value:
-            yield Check("network", Result.OK, f"{variable} is {value}")
+    for variable, value in facts.network_env.items():
+        missing = [] if value.startswith("^") else [name for name in value.split(",") if not _is_up(name, facts)]
+        text = f"{variable} is {value}"
+        if missing:
+            text += f", but no interface {', '.join(missing)} is up"
+            hint = f"use one of {', '.join(facts.interfaces) or 'none'}, or unset it"
+            yield Check("network", Result.BAD, text, hint)
+        else:
+            yield Check("network", Result.OK, text)
 
 
-def _begins(up: Sequence[str], name: str) -> bool:
-    return any(each.startswith(name) for each in up)
+def _is_up(name: str, facts: HostFacts) -> bool:
+    """Return whether an interface that is up fits a name by NCCL's rules: a prefix, or = and the whole name."""
+    name = name.strip()
+    return name[1:] in facts.interfaces if name[:1] == "=" else any(up.startswith(name) for up in facts.interfaces)
 
 
 def _gpu_faults(gpu: GpuFacts) -> Iterable[Check]:
