@@ -32,8 +32,12 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import deadlines, events
+<<<<<<< HEAD
 from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
 from ddptrain.protocol.exec_env import names_working_directory
+=======
+from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command, CommandReader
+>>>>>>> h3
 from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
@@ -386,7 +390,8 @@ class RankLifecycle:
         on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         for signum, command in {signal.SIGTERM: Command.PREEMPT, **OF_SIGNALS}.items():
             on(command, partial(self._preempt, signum))
-        on(Command.USER_1, self._on_user_signal)
+        for signum, command in FORWARDED.items():
+            on(command, partial(self._on_user_signal, signum))
         on(Command.STOP, self._stop)
         on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
@@ -405,11 +410,16 @@ class RankLifecycle:
         if self._owns_sigterm():  # a forked child must end on SIGTERM, and not notify the driver for the rank
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _on_user_signal(self) -> None:
-        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGUSR1)
+    def _on_user_signal(self, signum: int) -> None:
+        if signal.getsignal(signum) != signal.SIG_DFL:
+            os.kill(os.getpid(), signum)
         elif self.spec.rank == 0:
+<<<<<<< HEAD
             self.emitter.note("SIGUSR1 has no effect: the code has set no handler for it", "warning")
+=======
+            text = f"{signal.Signals(signum).name} has no effect: the code has set no handler for it"
+            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
+>>>>>>> h3
 
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
