@@ -25,7 +25,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
+from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display, summary
@@ -275,7 +275,7 @@ class Run:
             self.recorder.show(self.choice.reason)
         if self.machine is not None:
             self.recorder.ranks(self.machine.ranks, self.log_sizes)
-            for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
+            if warning := crowding(self.machine, usable_cores()):
                 self.recorder.show(warning, "warning")
             self.recorder.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:

@@ -64,6 +64,7 @@ class NeededFiles(Enum):
 
     NOTHING = ()
     CONFIG = ("config.yaml",)
+    SWEEP = ("sweep.json",)
     METRICS = ("metrics.jsonl", "system.jsonl")
     LOGS = ("logs/*",)
     EVENTS = ("events.jsonl", "system.jsonl")
@@ -145,6 +146,10 @@ class LocalRuns:
     def where(self) -> str:
         """The folder, for messages."""
         return str(self.folder)
+
+    def inside(self, name: str) -> LocalRuns:
+        """Return the trials of a sweep."""
+        return LocalRuns(self.folder / name)
 
     def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
         """Return every run of that kind, newest first."""
@@ -261,6 +266,10 @@ class StoreRuns:
     def where(self) -> str:
         """The address, for messages."""
         return self.store.url
+
+    def inside(self, name: str) -> StoreRuns:
+        """Return the trials of a sweep."""
+        return StoreRuns(self.store.below(name))
 
     def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
         """Return every run of that kind, newest first, with copies of the files that are needed."""
