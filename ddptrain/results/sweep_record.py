@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -148,10 +147,10 @@ class FoundSweep:
 def find_sweep(runs_dir: str, name: str) -> FoundSweep | None:
     """Return the sweep of that name, path or URL; None if there is none. Raises UsageError, StoreError."""
     if is_url(name) or "/" in name:
-        runs_dir, _, name = (name if is_url(name) else os.path.abspath(name)).rstrip("/").rpartition("/")
+        runs_dir, _, name = name.rstrip("/").rpartition("/")
     if not valid_run_id(name):
         return None
-    runs = open_runs_dir(runs_dir)
+    runs = open_runs_dir(runs_dir or "/")
     view = runs.find_exact(name, NeededFiles.SWEEP)
     return _found(runs, view) if view is not None and is_sweep(view.layout.root) else None
 
