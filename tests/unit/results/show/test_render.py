@@ -17,7 +17,7 @@ from ddptrain.results.run_record import (
     GitRecord,
     RunRecord,
 )
-from ddptrain.results.selection import Field, RunFields
+from ddptrain.results.selection import RunFields
 from ddptrain.results.show.explanation import explain_run
 from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections
 
@@ -40,7 +40,7 @@ def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
         record = RunRecord(run_id=run_id, status="succeeded", last_metrics={"val/loss": 1.5}, params={"layers": 2})
         runs.append(RunFields(RunView(RunLayout(tmp_path / run_id), record)))
     (tmp_path / "a" / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "one\\ntwo"}')
-    titles, first, second = run_table(runs, [Field("params.layers")])
+    titles, first, second = run_table(runs, ["params.layers"])
     assert titles[5:] == ("params.layers", "TAGS", "RESULT", "NOTE")
     assert first[5:] == ("2", "good v2", "val/loss 1.5", "one") and second[5:] == ("2", "", "val/loss 1.5", "")
     assert run_table(runs[1:])[0] == HEADER
