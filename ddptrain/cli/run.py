@@ -88,7 +88,8 @@ def _load(
     data: dict[str, Any], overrides: list[str], given: torchrun.TorchrunOptions, options: dict[str, str]
 ) -> ResolvedConfig:
     """Load the configuration. --set has precedence over PET_* variables, and an option over --set."""
-    from ddptrain.config.load import COMMAND_LINE, load_mapping
+    from ddptrain.config.load import load_mapping
+    from ddptrain.config.workload_check import COMMAND_LINE
 
     def load(more: dict[str, str]) -> ResolvedConfig:
         of_mapping = partial(load_mapping, data, Path.cwd(), source=COMMAND_LINE)
