@@ -86,8 +86,8 @@ BUILT_IN = {
         check="ddptrain.workloads.petnames.names:check",
         input="names",
         own="builtin",
-        evaluate="ddptrain.workloads.petnames.evaluate:evaluate",
-        held_out="ddptrain.workloads.petnames.held_out:prepare",
+        evaluate="ddptrain.workloads.petnames.train:evaluate",
+        held_out="ddptrain.workloads.petnames.names:prepare",
         data=(DataSource("names", "names_options"),),
     ),
     "images": BuiltIn(

@@ -10,21 +10,24 @@ stopped, and after CLEAN_UP_S also the rank that failed. A rank that does not en
 ends.
 
 The attempt reads no clock: each call says what time it is. It acts through the worker group, the ranks' output, the
-transfers and the recorder. attempts.py calls it.
+transfers and the recorder. AttemptLoop calls it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import queue
 import signal
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
+from ddptrain.driver.failure.fault import Fault, FaultKind, find_root_cause
 from ddptrain.driver.failure.hang import Inquiry
 from ddptrain.driver.failure.run_end import describe_fault, was_sent
 from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
@@ -82,14 +85,12 @@ class Attempt:
         transfer: TransferQueue,
         recorder: Recorder,
         watchdog: Watchdog,
-        start_timeout_s: float,
-        lost_after_s: float,
         now: Moment,
     ) -> None:
         self.ranks = list(ranks)
         self.workers, self.output, self.transfer, self.recorder = workers, output, transfer, recorder
-        self.watchdog, self.start_timeout_s, self.lost_after_s = watchdog, start_timeout_s, lost_after_s
-        first = self.ranks[0].spec
+        self.watchdog, first = watchdog, self.ranks[0].spec
+        self.lost_after_s = first.config.failure.lost_after_s
         self.number, self.grace_s, self.is_script = first.attempt, first.config.failure.grace_s, first.code.is_script
         self.faults: list[Fault] = []
         self.signals = 0
@@ -152,7 +153,8 @@ class Attempt:
         if not self.faults:
             return None
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
-        return self._inquiry.explained(find_root_cause(self.faults, finished))
+        cause = find_root_cause(self.faults, finished)
+        return failure_fault.add_thread_failure(cause, self.ranks[cause.rank].thread_failure)
 
     def end(self, unsaved: str = "") -> AttemptEnd:
         """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
@@ -174,7 +176,7 @@ class Attempt:
                 self._on_news(message)
             case inbox.TaskFailed(attempt, rank, text):
                 if attempt == self.number and rank < len(self.ranks):
-                    self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
+                    self._give_up(rank, text)
             case inbox.WorkerLost(address, reason):
                 self._on_worker_lost(address, reason)
             case inbox.SignalReceived(signum, inbox.Request.FORWARD):
@@ -248,13 +250,13 @@ class Attempt:
     def _on_rank_news(self, news: RankNews) -> None:
         rank, activity = news.rank, self.ranks[news.rank].activity
         if activity.grew(news.log_size, self._now):
-            self.recorder.display.log_grew(rank)
+            self.recorder.log_grew(rank)
         if news.cpu_s is not None:
             self.watchdog.on_cpu(activity, news.cpu_s, self._now)
         if news.gpu_percent is not None:
             activity.used_gpu(news.gpu_percent, self._now)
         if news.broken:
-            self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, news.broken))
+            self._give_up(rank, news.broken)
         else:
             self.output.read(news, lambda found, error: self._take(rank, found, error, news.ended))
 
@@ -281,7 +283,7 @@ class Attempt:
                     self.recorder.rank_event(rank, event)
                     self._check_finite(rank, event)
         if error and not self.ranks[rank].over and not self.stopping:
-            self._lose(rank, Loss(FaultKind.INFRASTRUCTURE, f"its output could not be read: {error}"))
+            self._lose(rank, f"its output could not be read: {error}")
         if ended is not None:
             self._on_exit(rank, ended)
 
@@ -289,7 +291,6 @@ class Attempt:
         """Handle an event of a rank; of consecutive numbers the last one of `count`."""
         watched = self.ranks[rank]
         self.watchdog.on_event(watched.activity, event, self._now, count)
-        self._inquiry.on_event(rank, event)
         had_entered = watched.entered
         watched.on_event(event)
         match event:
@@ -391,21 +392,21 @@ class Attempt:
         for rank in self.ranks:
             if rank.worker == address:
                 text = reason or f"the Dask worker {address} of host {rank.place.host} was lost"
-                self._give_up(rank.spec.rank, Loss(FaultKind.WORKER_LOST, text))
+                self._give_up(rank.spec.rank, text, FaultKind.WORKER_LOST)
 
-    def _give_up(self, number: int, loss: Loss) -> None:
+    def _give_up(self, number: int, text: str, kind: FaultKind = FaultKind.INFRASTRUCTURE) -> None:
         """Mark a rank as lost after the rest of its files has been read: it will send no more notices."""
         if not self.ranks[number].over:
             self._take(number, self.output.rest(number))
-            self._lose(number, loss)
+            self._lose(number, text, kind)
 
-    def _lose(self, number: int, loss: Loss) -> None:
+    def _lose(self, number: int, text: str, kind: FaultKind = FaultKind.INFRASTRUCTURE) -> None:
         rank = self.ranks[number]
         if rank.over:
             return
         rank.lost = True
         if not self.stopping and rank.fault is None:
-            rank.fault = Fault(number, loss.kind, self._time_ns, loss.text)
+            rank.fault = Fault(number, kind, self._time_ns, text)
             self._add_fault(rank.fault)
         self._record_end(rank)
 
@@ -522,21 +523,22 @@ class Attempt:
             text = f"no message came from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
             if not rank.over:
                 self._on_worker_lost(rank.worker, text)
+        limit_s = self.watchdog.start_timeout_s
         for rank, notice_at in waiting:
-            if not notice_at and read_until - rank.submitted_at > self.start_timeout_s:
+            if not notice_at and read_until - rank.submitted_at > limit_s:
                 text = (
                     f"the Dask worker {rank.worker} of host {rank.place.host} has not started it within "
-                    f"{self.start_timeout_s:g} s (cluster.start_timeout_s): is this too short, or is the worker busy "
+                    f"{limit_s:g} s (cluster.start_timeout_s): is this too short, or is the worker busy "
                     "with other tasks?"
                 )
-                self._give_up(rank.spec.rank, Loss(FaultKind.INFRASTRUCTURE, text))
+                self._give_up(rank.spec.rank, text)
 
     def _suspect(self, read_until: float) -> None:
         """Begin an inquiry if the ranks may hang, judged by what had arrived at `read_until`. Show their silence."""
         quiet = "" if self.phase >= Phase.STOPPING else self.watchdog.silence(self.ranks, read_until)
         if quiet != self._quiet:
             self._quiet = quiet
-            self.recorder.display.silence(quiet)
+            self.recorder.silence(quiet)
         if self.phase >= Phase.SETTLING or not self._inquiry.may_begin(self._now):
             return
         if (hang := self.watchdog.overdue(self.ranks, read_until)) is not None:
@@ -587,7 +589,7 @@ class Attempt:
             self._stop(self.grace_s)
         if self._is_due(self.stop_until):
             for rank in self.ranks:
-                self._give_up(rank.spec.rank, Loss(FaultKind.INFRASTRUCTURE, "it did not end"))
+                self._give_up(rank.spec.rank, "it did not end")
 
     def _is_due(self, until: float | None) -> bool:
         return self._now >= (math.inf if until is None else until)
@@ -596,3 +598,117 @@ class Attempt:
 def _ends_itself(status: int) -> bool:
     """Return whether a process has chosen its exit code, or died of a signal that asks to end."""
     return status > 0 or -status in (signal.SIGTERM, *OF_SIGNALS)
+
+
+# --- its messages and the clock ---
+
+
+_TICK_S = 0.2  # between two checks of what sends no messages: a worker's process, the connection to the scheduler
+_MIN_TICK_S = 0.05  # the shortest time between two checks, while the inbox is empty
+_TICK_S_PER_RANK = 0.0005  # added for each rank, because each check reads the state of all ranks
+_MAX_TICK_S = 1.0
+_SILENCE = 10  # times lost_after_s: a transfer that moves no byte for so long has failed
+_SHOWN_AFTER_S = 3.0  # the wait for transfers, when the ranks have ended
+_WHY_LOST_S = 0.1  # from the end of a worker's connection until the exit status of its process is known
+
+
+class AttemptLoop:
+    """Starts the ranks of an attempt and watches them until all have ended."""
+
+    def __init__(self, attempt: Attempt, inbox: inbox.Inbox, worker_fault: Callable[[], str | None]) -> None:
+        self.attempt, self.inbox, self.worker_fault = attempt, inbox, worker_fault
+        self.workers, self.transfer, self.recorder = attempt.workers, attempt.transfer, attempt.recorder
+        self._silence_s = _SILENCE * attempt.lost_after_s
+        self._tick_s = min(len(attempt.ranks) * _TICK_S_PER_RANK, _MAX_TICK_S)
+        self._ticked_at = self._why_lost_until = 0.0
+        # All messages that had arrived at _read_until have been read. Of those that were there at _counted_at, _unread
+        # are left: silence must be judged even if the inbox is never empty.
+        self._read_until = self._counted_at = 0.0
+        self._unread = 0
+
+    def run(self) -> AttemptEnd:
+        """Start rank 0, the other ranks when its store is open, and watch until all ranks have ended or are lost."""
+        self.attempt.begin(now())
+        while not self.attempt.over:
+            self._handle_next()
+            self._tick()
+        unsaved = self._drain()
+        self.recorder.flush()
+        return self.attempt.end(unsaved)
+
+    def _drain(self) -> str:
+        """Wait for the transfers of checkpoints and files as long as bytes move, or until another signal.
+
+        Return what a signal has prevented from being saved, as text; "" for nothing. What is silent for too long is a
+        fault.
+        """
+        enough = max(2, min(self.attempt.signals + 1, LAST_SIGNAL))  # the first signal asks to save
+        show_at: float | None = time.monotonic() + _SHOWN_AFTER_S
+        while self.attempt.transfers > 0:
+            if self.attempt.signals >= enough:
+                unsaved = [each.what for each in self.transfer.pending if each.vital]
+                self.transfer.give_up()
+                return ", ".join(unsaved)
+            if self.transfer.silent_s > self._silence_s:
+                error = TimeoutError(f"no byte was moved for {self._silence_s:g} s")
+                for each in list(self.transfer.pending):
+                    self.attempt.on_message(inbox.ArtifactFailed(each.rank, each.what, error, each.vital), now())
+                self.transfer.give_up()
+                break
+            if show_at is not None and time.monotonic() > show_at:
+                show_at = None
+                self.recorder.status(f"saving {self.transfer.pending[0].what}" if self.transfer.pending else "saving")
+            self._handle_next()
+        return ""
+
+    def _handle_next(self) -> None:
+        if self.inbox.empty():
+            self.recorder.flush()
+        due = self.attempt.due()
+        timeout_s = _TICK_S if due is None else min(_TICK_S, max(0.0, due - time.monotonic()))
+        try:
+            message = self.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if not isinstance(message, inbox.WorkerLost):
+            self.attempt.on_message(message, now())
+        elif not self.workers.has(message.address):  # else it was lost before this attempt, and is back
+            lost = dataclasses.replace(message, reason=self._why_lost(message.address))
+            self.attempt.on_message(lost, now())
+        self._unread -= 1
+        if self._unread <= 0:
+            self._read_until = self._counted_at
+            self._counted_at, self._unread = time.monotonic(), self.inbox.qsize()
+
+    def _tick(self) -> None:
+        """Check what sends no messages if it is time: at once if a deadline has passed, else at intervals, preferably
+        with an empty inbox.
+        """
+        at, due, is_empty = time.monotonic(), self.attempt.due(), self.inbox.empty()
+        tick_at = self._ticked_at + max(_MIN_TICK_S if is_empty else _TICK_S, self._tick_s)
+        if at < tick_at and (due is None or at < due):
+            return
+        self._ticked_at = at
+        self.recorder.flush()
+        if is_empty:
+            self._read_until = self._counted_at = at
+            self._unread = 0
+        connected, fault = self.workers.connected, self.worker_fault()
+        self.attempt.on_tick(now(), connected=connected, worker_fault=fault, read_until=self._read_until)
+
+    def _why_lost(self, address: str) -> str:
+        """Return why the driver's own worker process has ended; "" for other workers, or if it still runs.
+
+        Waits only once, because many workers of another cluster may be lost together.
+        """
+        self._why_lost_until = self._why_lost_until or time.monotonic() + _WHY_LOST_S
+        while (fault := self.worker_fault()) is None and time.monotonic() < self._why_lost_until:
+            if all(rank.worker != address for rank in self.attempt.ranks):
+                break
+            time.sleep(0.01)
+        return fault or ""
+
+
+def now() -> Moment:
+    """Return the time."""
+    return Moment(time.monotonic(), time.time_ns())

@@ -24,7 +24,6 @@ from ddptrain.protocol.exec_env import without_working_directory
 if TYPE_CHECKING:
     from ddptrain.driver.connect import Session
     from ddptrain.driver.control.signals import Signals
-    from ddptrain.driver.display import RunDisplay
     from ddptrain.driver.inbox import Inbox
 
 
@@ -82,7 +81,6 @@ class SharedRun:
 
     cluster: Cluster
     session: Session
-    display: RunDisplay
     signals: Callable[[Inbox], Signals]
     mutex: threading.Lock
 

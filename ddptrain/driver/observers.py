@@ -1,4 +1,4 @@
-"""Run observers: objects that take the events and the end of a run, as reports for CI and notifications do.
+"""Run observers: objects that take the events and the end of a run: the display, reports for CI, notifications.
 
 An installed package adds its own with an entry point in the group `ddptrain.observers`, which names a class.
 """
@@ -15,6 +15,14 @@ from ddptrain.results.lookup import RunView
 
 GROUP = "ddptrain.observers"
 OPENED = "run_opened"  # the first event of a run, which is not in events.jsonl: its directory exists
+# What a display shows besides: it is too much for events.jsonl, or about the display itself.
+#   ranks {count, offsets, hidden}   the number of ranks; which bytes of their logs, and which ranks, are not shown
+#   numbers {rank, numbers}          Metrics, Progress and CheckpointSaved of a rank
+#   log_grew {rank}                  the rank has printed something
+#   system {sample}                  the use of a host
+#   message {level, message}         a notice that is only shown
+#   silence {message}                for how long a rank has not reported; "": all report
+LIVE = frozenset({"ranks", "numbers", "log_grew", "message", "system", "silence"})
 _END_S = 30.0  # for the observers of packages to take the last events and the end
 
 
@@ -22,7 +30,7 @@ class RunObserver(Protocol):
     """Takes what happens in a run. It must not wait: the run waits for it."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Take a line of events.jsonl, as {"event": "rank_started", "rank": 0, ...}."""
+        """Take a line of events.jsonl, as {"event": "rank_started", "rank": 0, ...}, or one of LIVE."""
 
     def on_end(self, run: RunView) -> None:
         """Take the run, which has ended: `run.record` has the fields of run.json, `run.layout.root` is its folder."""
@@ -42,6 +50,8 @@ class InstalledObservers:
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Pass the event on."""
+        if event["event"] in LIVE:
+            return
         is_new = self._thread.ident is None
         if is_new or self._thread.is_alive():  # else there are no observers
             self._inbox.put(event)

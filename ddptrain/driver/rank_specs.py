@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
@@ -15,6 +15,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
+from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import inode_digest, move_path
@@ -30,12 +31,9 @@ from ddptrain.protocol.rank_spec import (
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
+from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker import driver_calls
 from ddptrain.worker.spool import READ_LIMIT_BYTES
-
-if TYPE_CHECKING:
-    from ddptrain.driver.run import Run
-
 
 _MOST_CODE_MB = 200.0  # that are sent to workers which do not see the project
 RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
@@ -45,12 +43,17 @@ RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
 class RankSpecs:
     """Builds the specs of all ranks, and copies the files in the specs to workers that do not see them.
 
-    All attempts use the code that was packed for the first one.
+    All attempts use the code that was packed for the first one. tell: shows what the run waits for.
     """
 
-    of: Run
+    resolved: ResolvedConfig
+    writer: RunWriter
     workers: Workers
+    inputs: RunInputs
     tracking: TrackingSetup
+    evaluation: EvaluationPlan | None
+    full_traceback: bool
+    tell: Callable[[str], None]
     package: CodePackage | None = None
 
     def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
@@ -60,8 +63,8 @@ class RankSpecs:
         if checkpoint is not None:
             resume_step = checkpoint.step
             folders = self.workers.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
-        inputs = self.of.inputs.place(self.workers, places)
-        placements = all_placements(places, use_gpu=self.of.resolved.config.cluster.gpus != 0)
+        inputs = self.inputs.place(self.workers, places)
+        placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
         template = self._template(attempt, places, placements[0], resume_step)
         specs = [
             dataclasses.replace(
@@ -74,26 +77,26 @@ class RankSpecs:
             )
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
-        if self.of.options.evaluation is not None:
-            specs = self._with_checkpoints(specs, places, self.of.options.evaluation)
-        if not self.of.resolved.config.cluster.is_embedded:
+        if self.evaluation is not None:
+            specs = self._with_checkpoints(specs, places, self.evaluation)
+        if not self.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
         return specs
 
     def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement, resume_step: int) -> RankSpec:
         """Return a spec with the fields that are equal for all ranks."""
-        config = self.of.resolved.config
+        config = self.resolved.config
         # The worker of a local cluster has the whole environment of the shell.
         shell = {} if config.cluster.is_embedded else variables_of_shell(os.environ)
         return RankSpec(
-            run_id=self.of.writer.run_id,
+            run_id=self.writer.run_id,
             attempt=attempt,
             rank=0,
-            config=rank_sections(config, profile=self.of.options.evaluation is None),
+            config=rank_sections(config, profile=self.evaluation is None),
             placement=placement,
             group=process_group(config, places),
             resume_step=resume_step,
-            code=dataclasses.replace(code(self.of.resolved), full_traceback=self.of.options.full_traceback),
+            code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
             env={**shell, **self.tracking.env, **config.env},
         )
 
@@ -105,7 +108,7 @@ class RankSpecs:
             name: self.workers.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
             for name, checkpoint in plan.checkpoints.items()
         }
-        params = self.of.resolved.config.params
+        params = self.resolved.config.params
         changed = []
         for index, spec in enumerate(specs):
             own = plan.rank_params(params, {name: each[index] for name, each in folders.items()})
@@ -115,17 +118,17 @@ class RankSpecs:
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
-        if self.of.resolved.config.code.folder is None and all(place.same_files for place in places):
+        if self.resolved.config.code.folder is None and all(place.same_files for place in places):
             return specs
-        project = project_of(self.of.resolved)
+        project = project_of(self.resolved)
         if project is None:
             return specs
-        package = self.package = self.package or pack(project.folder, [self.of.writer.layout.root.parent])
-        shipped = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.of.display.status)
+        package = self.package = self.package or pack(project.folder, [self.writer.layout.root.parent])
+        shipped = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.tell)
         if not any(shipped.roots):
             return specs
         size = len(package.names), package.size_bytes
-        self.of.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
+        self.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
         return [
             dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
             for spec, root in zip(specs, shipped.roots, strict=True)

@@ -141,13 +141,29 @@ class Activity:
             self.excused_until += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What was known about a rank when the stacks of all ranks were requested, because the answer itself is activity.
+
+    silent_s: since its last event or line. uses: "CPU" or "GPU" if it was in use lately. works: this use still counts
+    as progress.
+    """
+
+    idle_s: float = 0.0
+    silent_s: float = 0.0
+    uses: str = ""
+    works: bool = False
+    finished: bool = False
+
+
 @dataclass(slots=True)
 class Rank:
     """The driver's knowledge of one rank.
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
     succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
-    rank is submitted. step: the last step that the rank logged.
+    rank is submitted. step: the last step that the rank logged. thread_failure: the first of its threads that has
+    failed. stacks: its answer to the current inquiry into a hang; stacks_before: to the one before.
     """
 
     spec: RankSpec
@@ -163,6 +179,10 @@ class Rank:
     submitted_at: float = 0.0
     step: int | None = None
     activity: Activity = field(default_factory=Activity)
+    thread_failure: events.ThreadFailure | None = None
+    stacks: events.Stacks | None = None
+    stacks_before: events.Stacks | None = None
+    signs: Signs = Signs()
 
     def on_event(self, event: events.Event) -> None:
         """Note an event of the rank. The attempt handles faults that end it."""
@@ -177,6 +197,10 @@ class Rank:
                 self.finished = True
             case events.Preempted():
                 self.preempted = True
+            case events.Stacks():
+                self.stacks = event
+            case events.ThreadFailure() if self.thread_failure is None:
+                self.thread_failure = event
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:
                 self.tracker_fault = failure_fault.from_tracker(self.spec.rank, event)
 
@@ -189,6 +213,11 @@ class Rank:
     def over(self) -> bool:
         """Whether the rank's process has ended or is lost."""
         return self.ended is not None or self.lost
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the rank has ended its wait in a collective operation by itself."""
+        return self.fault is not None and self.fault.timed_out
 
     @property
     def well(self) -> bool:

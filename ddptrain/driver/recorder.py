@@ -1,4 +1,4 @@
-"""Records what happens in a run: in the run directory, on the display, and in the JSON output."""
+"""Records what happens in a run in its directory, and passes it to the observers: display, reports, notifications."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.observers import RunObserver
@@ -50,11 +49,10 @@ class Recorder:
     def __init__(
         self,
         writer: RunWriter,
-        display: RunDisplay,
+        observers: Sequence[RunObserver] = (),
         metric: str | None = None,
         activity: str = "training",
         nan: Literal["warn", "stop", "ignore"] = "warn",
-        observers: Sequence[RunObserver] = (),
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does.
 
@@ -65,7 +63,6 @@ class Recorder:
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
-        self.display = display
         self._paces: dict[int, Pace] = {}  # of the ranks of this attempt
         self._progress_at = 0.0  # monotonic seconds, when the progress is due in run.json
         self._status = ""
@@ -77,17 +74,30 @@ class Recorder:
         self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Pass an event to the run directory, the display and the observers."""
-        self.display.event(self._recorded(kind, fields))
-
-    def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        line = {"event": kind, "time_s": round(time.time(), 3), **fields}
-        recorded = self.writer.event(line)
-        for observer in self._observers:
-            observer.on_event(recorded)
+        """Write a line of events.jsonl, and pass it on."""
+        self._pass(self.writer.event({"event": kind, "time_s": round(time.time(), 3), **fields}))
         logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
         _log.info(kind.replace("_", " "), **logged)
-        return line
+
+    def _pass(self, event: Mapping[str, Any]) -> None:
+        for observer in self._observers:
+            observer.on_event(event)
+
+    def show(self, text: str, level: str = "info") -> None:
+        """Show a message that is not recorded."""
+        self._pass({"event": "message", "level": level, "message": text})
+
+    def ranks(self, count: int, offsets: Mapping[int, int], hidden: Collection[int] = ()) -> None:
+        """Show the output of so many ranks: of their logs what follows after `offsets`, and not that of `hidden`."""
+        self._pass({"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden})
+
+    def log_grew(self, rank: int) -> None:
+        """Show what the rank has printed."""
+        self._pass({"event": "log_grew", "rank": rank})
+
+    def silence(self, text: str) -> None:
+        """Show for how long a rank has not reported; "": all report."""
+        self._pass({"event": "silence", "message": text})
 
     def status(self, text: str, *, announced: bool = False) -> None:
         """Show and record what the run waits for; `announced`: a notice says it, too."""
@@ -124,11 +134,8 @@ class Recorder:
             self.writer.add_metrics(metrics, rank)
         for each in metrics:
             self._logged |= each.values.keys()
-            self.display.rank_event(rank, each)
-        progress = [event for event in numbers if isinstance(event, events.Progress)]
-        for event in progress:
-            self.display.rank_event(rank, event)
-        if progress:
+        self._pass({"event": "numbers", "rank": rank, "numbers": numbers})
+        if progress := [event for event in numbers if isinstance(event, events.Progress)]:
             self._progress(rank, progress[-1])
 
     def _progress(self, rank: int, event: events.Progress) -> None:
@@ -155,7 +162,7 @@ class Recorder:
                 self._started(rank, event)
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
-                self.display.rank_event(rank, event)
+                self._pass({"event": "numbers", "rank": rank, "numbers": [event]})
                 self._check_metric(event)
             case events.Returned():
                 self._returned(rank, event)
@@ -169,7 +176,7 @@ class Recorder:
                 fields = {"activity": shorten(event.activity), "seconds": event.seconds}
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
             case events.TrackerFailed():
-                self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
+                self.event("tracker_failed", rank=rank, **_fields(event))
 
     def _check_metric(self, saved: events.CheckpointSaved) -> None:
         """Warn once if a checkpoint lacks the metric that decides which one is best."""
@@ -208,7 +215,7 @@ class Recorder:
         except (ValueError, RecursionError):
             return  # not JSON: a rank is not trusted
         self.writer.update(result=result)
-        self._recorded("returned", {"rank": rank, "result": as_json_data(result)})
+        self.event("returned", rank=rank, result=as_json_data(result))
 
     def _tracked(self, rank: int, event: events.Tracked) -> None:
         """Record what a rank's tracker has created, for rank 0 under the tracker's name without a suffix."""
@@ -217,7 +224,7 @@ class Recorder:
         found = dict(given[:_MOST_FOUND_KEYS])
         tracking = self.writer.record.tracking
         self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
-        self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})
+        self.event("tracked", rank=rank, tracker=event.tracker, found=found)
 
     def _started(self, rank: int, event: events.Started) -> None:
         if rank == 0:
@@ -257,7 +264,7 @@ class Recorder:
     def system(self, sample: SystemSample) -> None:
         """Record and show the use of a host and its ranks."""
         self.writer.system(sample)
-        self.display.system(sample)
+        self._pass({"event": "system", "sample": sample})
 
     def _step_times(self, rank: int, step: events.StepTimes) -> None:
         """Record and show, once in an attempt, that a rank is slow."""

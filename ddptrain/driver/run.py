@@ -1,7 +1,14 @@
-"""One run, from its configuration to its exit code: run directory, cluster, attempts, end-of-run summary."""
+"""One run, from its configuration to its exit code.
+
+    train    check the configuration ─ choose or create the run directory, and lock it ─ Run.run
+    Run.run  start or join the cluster ─ (reserve slots ─ copy files to hosts ─ an attempt)* ─ the end
+
+Dask is imported when the worker process has been started, so that both start at the same time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import queue
@@ -9,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
 from ddptrain.clusters.provider import Cluster
@@ -21,31 +28,45 @@ from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import RunDisplay, open_display, summary
-from ddptrain.driver.failure import run_end as run_ends
+from ddptrain.driver.display import open_display, summary
+from ddptrain.driver.failure.run_end import (
+    RestartPolicy,
+    RunEnd,
+    describe_fault,
+    judge_attempt,
+    judge_error,
+    name_stop_command,
+)
 from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.tracking.setup import check_trackers
+from ddptrain.driver.tracking.setup import TrackingSetup, check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
-from ddptrain.log import Log
+from ddptrain.log import Log, set_context
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_record import RunStatus, utc_now
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, RunUpload, open_runs_dir
+from ddptrain.results.time_use import time_use, timed_events
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
+    from ddptrain.driver.connect import Session
     from ddptrain.driver.rank_specs import EvaluationPlan
+    from ddptrain.driver.ranks import AttemptEnd, RankPlace
     from ddptrain.driver.resume import Choice
+    from ddptrain.driver.workers import Workers
+    from ddptrain.protocol.rank_spec import RankSpec
 
 
 _log = Log(__name__)
@@ -66,7 +87,7 @@ class LaunchOptions:
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     observers: Sequence[RunObserver] = ()
-    shared: SharedRun | None = None  # the run is one of several in this process, each in a thread
+    shared: SharedRun | None = None  # the run is one of several in this process, each in a thread; without a display
 
 
 def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
@@ -94,7 +115,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     resolved, weights = fetch_weights(resolved, resumed) if plan is None else (resolved, None)
     inbox: Inbox = queue.SimpleQueue()
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None) as keeping, ExitStack() as stack:  # it is locked
+    with runs.keeping(run_id, resumed=resumed is not None) as upload, ExitStack() as stack:  # it is locked
         folder = (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id
         if choice is not None and resumed is not None:
             seen = choice.driver if isinstance(runs, LocalRuns) else None  # a copy may be older
@@ -110,10 +131,10 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         if choice is not None:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
         writer.save_git_diff()
-        keeping.begin()
+        upload.begin()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
-        return Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
+        return Run(resolved, options, choice, machine, writer, upload, inputs, inbox, signals).run()
 
 
 def _opened(options: LaunchOptions, layout: RunLayout, reason: str, *, done: bool) -> None:
@@ -145,40 +166,51 @@ def _prepared_by(config: RunConfig) -> str:
 
 @dataclass
 class Run:
-    """One run and its parts; `machine` are the resources of the embedded cluster, None for other clusters."""
+    """One run: its directory, its cluster, its attempts and its end.
+
+    machine: the resources of the embedded cluster, None for other clusters.
+    """
 
     resolved: ResolvedConfig
     options: LaunchOptions
+    choice: Choice | None
+    machine: LocalResources | None
     writer: RunWriter
+    upload: RunUpload
+    inputs: RunInputs
     inbox: Inbox
     signals: Signals
-    machine: LocalResources | None
-    choice: Choice | None
-    keeping: RunUpload
-    inputs: RunInputs
 
     def __post_init__(self) -> None:
         self.config: RunConfig = self.resolved.config
-        self.warned = False  # that the run could not be uploaded completely
-        self.ended = False  # and the display is closed
-        shared, layout = self.options.shared, self.writer.layout
-        self.display: RunDisplay = self._open_display() if shared is None else shared.display
+        self.warned = self.ended = False  # that the run could not be uploaded completely; the display has ended
+        shared, layout, is_training = self.options.shared, self.writer.layout, self.options.evaluation is None
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
+        self.observers: list[RunObserver] = [
+            *([self._display()] if shared is None else []),
+            *self.options.observers,
+            *([InstalledObservers(self._warn)] if is_training else []),
+        ]
+        self.nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        activity = "training" if is_training else "evaluating"
+        self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.nan)
         self.cluster: Cluster = (
-            cluster_for(self.config, self.machine, layout.scratch_dir, self.display.notice)
+            cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show)
             if shared is None
             else shared.cluster
         )
-        is_training = self.options.evaluation is None
-        nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
-        activity = "training" if is_training else "evaluating"
-        installed = [InstalledObservers(self._warn)] if is_training else []
-        self.observers: list[RunObserver] = [*self.options.observers, *installed]
-        self.recorder = Recorder(
-            self.writer, self.display, self.config.checkpoint.metric, activity, nan, observers=self.observers
-        )
-        self.keeping.listen(self.recorder.warn, self._abort)
+        self.upload.listen(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
+
+    def _display(self) -> RunObserver:
+        return open_display(
+            self.options.output,
+            self.writer.layout.logs_dir,
+            self.writer.run_id,
+            stdout=sys.stderr if self.options.to_stderr else None,
+            all_ranks=self.options.all_ranks,
+            stage=_EVALUATION if self.options.evaluation is not None else "",
+        )
 
     def _abort(self, error: DdptrainError) -> None:
         """End the run: its results can no longer be written, or another driver owns it."""
@@ -191,49 +223,40 @@ class Run:
         else:
             self.recorder.warn(text)
 
-    def _open_display(self) -> RunDisplay:
-        return open_display(
-            self.options.output,
-            self.writer.layout.logs_dir,
-            self.writer.run_id,
-            stdout=sys.stderr if self.options.to_stderr else None,
-            all_ranks=self.options.all_ranks,
-            stage=_EVALUATION if self.options.evaluation is not None else "",
-        )
-
     def run(self) -> int:
         """Train, write the end to run.json, and show it. Exceptions that are bugs are then raised again."""
         try:
             run_end = self._train()
         except BaseException as error:  # run.json must contain the end in every case
-            run_end = self._end(run_ends.judge_error(error, self.writer))
+            run_end = self._end(judge_error(error, self.writer))
             if not isinstance(error, DdptrainError):
                 raise
         else:
             run_end = self._end(run_end)
         return int(run_end.exit_code)
 
-    def _train(self) -> run_ends.RunEnd:
+    def _train(self) -> RunEnd:
+        """Start or join the cluster; run the attempts on it."""
+        shared, plan = self.options.shared, self.options.evaluation
         with ExitStack() as stack:
-            if self.options.shared is None:
+            if shared is None:
                 stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
-            if self.options.shared is None:
+            if shared is None:
                 self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
-            plan = self.options.evaluation
             prepared = plan.request if plan is not None else self.config.params
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
             self._show_start()
-            # These import Dask. A signal may interrupt the block below, and must not interrupt an import.
-            from ddptrain.driver.attempts import Attempts
+            # All that imports Dask. A signal may interrupt the blocks below, and must not interrupt an import.
+            from ddptrain.driver import attempt, rank_specs, reservation  # noqa: F401  # later methods use them
             from ddptrain.driver.connect import open_session
             from ddptrain.driver.workers import Workers
 
             with self.signals.interrupting():
                 if self.machine is None:
-                    self.inputs.wait(self.display.notice)  # before a cluster is started: the data may not exist
-                if self.options.shared is not None:
-                    session = self.options.shared.session
+                    self.inputs.wait(self.recorder.show)  # before a cluster is started: the data may not exist
+                if shared is not None:
+                    session = shared.session
                 else:
                     session = stack.enter_context(open_session(self.cluster, self.config, self.recorder.status))
                 lost_after_s, foreign = self.config.failure.lost_after_s, session.target.foreign
@@ -242,77 +265,223 @@ class Run:
                 )
                 stack.enter_context(workers)
                 workers.subscribe()
-                self.inputs.wait(self.display.notice)
-            return Attempts(self, session, workers).run()
+                self.inputs.wait(self.recorder.show)
+            return self._run_attempts(session, workers)
 
-    def replace_workers(self, *, leaving: bool) -> None:
+    def _show_start(self) -> None:
+        if self.options.evaluation is not None:
+            self.recorder.show(f"evaluating {self.options.evaluation.description}")
+        else:
+            self.recorder.show(f"run {self.writer.run_id} in {self.writer.layout.where}")
+        if self.choice is not None:
+            self.recorder.show(self.choice.reason)
+        if self.machine is not None:
+            self.recorder.ranks(self.machine.ranks, self.log_sizes)
+            for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
+                self.recorder.show(warning, "warning")
+            self.recorder.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
+        else:
+            self.recorder.status(f"connecting to {self.cluster.description}")
+
+    # --- attempts ---
+
+    def _run_attempts(self, session: Session, workers: Workers) -> RunEnd:
+        """Run attempts, each from the newest checkpoint, until one ends the run; return how it ends."""
+        from ddptrain.driver.rank_specs import RankSpecs
+
+        settings = self.config.checkpoint
+        policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=self.nan == "ignore")
+        tracking = TrackingSetup(self.resolved, self.writer, os.environ, self.recorder.notice)
+        specs = RankSpecs(
+            self.resolved,
+            self.writer,
+            workers,
+            self.inputs,
+            tracking,
+            self.options.evaluation,
+            self.options.full_traceback,
+            self.recorder.status,
+        )
+        restarts = RestartPolicy(self.config.failure)
+        checkpoint = self._resumed()
+        while True:
+            places = self._reserve(session, workers)
+            number = len(self.writer.record.attempts) + 1
+            set_context(attempt=number)
+            self.writer.go_on_from(checkpoint, policy)
+            tracking.go_on_from(checkpoint)
+            with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
+                built = specs.build(number, places, checkpoint)
+            workers.give(built, places)
+            self._record_start(checkpoint, len(places))
+            end = self._attempt(built, places, workers, policy)
+            run_end = judge_attempt(end, self.writer)
+            self._record_end(end, run_end)
+            fault, step = end.fault, end.ranks[end.fault.rank].step if end.fault is not None else None
+            if step is None and fault is not None and checkpoint is not None:
+                step = checkpoint.step
+            again = restarts.after(end, step, scheduler_is_there=workers.connected)
+            cause = {"cause_rank": fault.rank, "cause": f"{fault.kind}: {fault.line}"} if fault is not None else {}
+            _log.info("attempt ended", status=run_end.status, **cause, step=step, then=again)
+            if isinstance(again, str):
+                if again:
+                    self.recorder.warn(f"not started again: {again}")
+                if workers.rejected:
+                    self.recorder.warn(
+                        f"{workers.rejected} messages of workers were not valid and were ignored; the first: "
+                        f"{workers.first_rejected}"
+                    )
+                if fault is not None and not fault.victim and fault.line not in run_end.line:
+                    # The run ends for another reason, such as a signal.
+                    self.recorder.show_cause(fault, describe_fault(fault, end.ranks))
+                return run_end
+            if fault is not None:
+                self.recorder.show_cause(fault, describe_fault(fault, end.ranks))
+            self.recorder.attempt_over()
+            workers.end_attempt()
+            self.writer.update(waiting=True)
+            with self.signals.interrupting():
+                checkpoint = newest_verified(self.writer.layout, self.recorder.warn)
+            start = "from the start: there is no checkpoint yet"
+            if checkpoint is not None:
+                start = f"with the checkpoint of {checkpoint.description}"
+            elif self.config.script is not None:  # the driver does not see state that a script has saved itself
+                start = "the script starts again"
+            pause = f" in {again.pause_s:g} s" if again.pause_s else ""
+            self.recorder.warn(f"starting the ranks again{pause}, {start} ({again.count})")
+            self.signals.pause(again.pause_s)
+            self._replace_workers(leaving=end.leaving)
+
+    def _resumed(self) -> VerifiedCheckpoint | None:
+        """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
+        if self.choice is None or self.choice.folder is None:
+            return None
+        with self.signals.interrupting():
+            checkpoint = newest_verified(self.writer.layout, lambda text: self.recorder.show(text, "warning"))
+        from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
+        with_checkpoint = f" with the checkpoint of {checkpoint.description}" if checkpoint else from_start
+        self.recorder.show(f"resuming{with_checkpoint}")
+        return checkpoint
+
+    def _reserve(self, session: Session, workers: Workers) -> list[RankPlace]:
+        """Reserve the slots of an attempt, all or none. Raises ClusterError."""
+        from ddptrain.clusters.compatibility import check_cluster
+        from ddptrain.driver.reservation import WaitHooks, request_for
+
+        def worker_fault() -> str | None:
+            self.signals.check()  # a run in a thread gets its signals here
+            return self.cluster.worker_fault()
+
+        target, slots = session.target, self.machine.ranks if self.machine is not None else None
+        hooks = WaitHooks(
+            check=(lambda addresses: check_cluster(session.client, addresses)) if target.foreign else None,
+            worker_fault=worker_fault,
+            last_words=self.cluster.last_words,
+            tell=self.recorder.status,
+            cluster=target.name,
+            fixed=target.fixed,
+        )
+        with self.signals.interrupting():
+            places = workers.reserve(request_for(self.config, slots), hooks)
+        shows = self.options.shows
+        hidden = {place.rank for place in places if not shows(place.local_rank)} if shows is not None else set()
+        self.recorder.ranks(len(places), self.log_sizes, hidden)
+        if self.machine is None:
+            self.recorder.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
+        return places
+
+    def _record_start(self, checkpoint: VerifiedCheckpoint | None, ranks: int) -> None:
+        attempt = self.writer.next_attempt(checkpoint, ranks)
+        self.recorder.event(
+            "run_started",
+            run_id=self.writer.run_id,
+            run_dir=self.writer.layout.where,
+            world_size=ranks,
+            attempt=attempt.attempt,
+            resumed_from=attempt.resumed_from,
+        )
+        self.writer.update(world_size=ranks, attempts=(*self.writer.record.attempts, attempt), waiting=False)
+
+    def _attempt(
+        self, specs: Sequence[RankSpec], places: Sequence[RankPlace], workers: Workers, policy: CheckpointPolicy
+    ) -> AttemptEnd:
+        """Start the ranks, and watch them until all have ended."""
+        from ddptrain.driver.attempt import Attempt, AttemptLoop, now
+        from ddptrain.driver.failure.watchdog import new_watchdog
+        from ddptrain.driver.output import RankOutput
+        from ddptrain.driver.ranks import Rank
+        from ddptrain.driver.transfer.transfer_queue import TransferQueue
+
+        ranks = [Rank(spec, place) for spec, place in zip(specs, places, strict=True)]
+        logs = [self.writer.layout.log(place.rank) for place in places]
+        output = RankOutput(ranks, logs, self.inbox, workers.fetch, workers.has)
+        transfer = TransferQueue(self.writer, policy, self.inbox, output.source)
+        watchdog = new_watchdog(self.config.failure.hang_timeout_s, self.config.cluster.start_timeout_s)
+        attempt = Attempt(ranks, workers, output, transfer, self.recorder, watchdog, now())
+        try:
+            return AttemptLoop(attempt, self.inbox, self.cluster.worker_fault).run()
+        except BaseException:
+            transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
+            raise
+        finally:
+            transfer.close(deadlines.CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
+
+    def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
+        *others, last = self.writer.record.attempts
+        ranks = tuple(rank.record() for rank in end.ranks)
+        failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure else None
+        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
+        self.writer.update(attempts=(*others, ended))
+
+    def _replace_workers(self, *, leaving: bool) -> None:
         """Replace workers that have ended, and one that is about to end; but other runs may be saving on that one."""
         shared = self.options.shared
         with nullcontext() if shared is None else shared.mutex:
             self.cluster.replace_workers(leaving=leaving and shared is None)
 
-    def _show_start(self) -> None:
-        if self.options.evaluation is not None:
-            self.display.notice(f"evaluating {self.options.evaluation.description}")
-        else:
-            self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.where}")
-        if self.choice is not None:
-            self.display.notice(self.choice.reason)
-        if self.machine is not None:
-            self.display.expect(self.machine.ranks, self.log_sizes)
-            for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
-                self.display.notice(warning, level="warning")
-            self.recorder.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
-        else:
-            self.recorder.status(f"connecting to {self.cluster.description}")
+    # --- the end ---
 
-    def _end(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
+    def _end(self, run_end: RunEnd) -> RunEnd:
         """Write the end to run.json, then show it, so that the file is complete when the last line appears.
 
         Return another run_end if a run that succeeded could not be stored.
         """
-        run_end = self._flushed(run_ends.name_stop_command(run_end) if self.signals.asked else run_end)
+        run_end = self._flushed(name_stop_command(run_end) if self.signals.asked else run_end)
         _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.line or None)
-        last_event = self._finish(run_end)
+        view = self._finish(run_end)
         if (kept := self._flushed(run_end)) is not run_end:
-            run_end, last_event = kept, self._finish(kept)
-        display = self.display
+            run_end, view = kept, self._finish(kept)
         if run_end.line and self.options.evaluation is None:  # the caller of an evaluation gets its error
             level = "error" if run_end.status == RunStatus.FAILED else "warning"
-            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.line}", level=level)
-        sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
-        plan = self.options.evaluation
-        lines = summary.summary_lines if plan is None else summary.evaluation_lines
-        view = RunView(self.writer.layout, self.writer.record)
-        display.close(sizes, lines(view), last_event)
-        self.ended = True
+            self.recorder.show(f"run {self.writer.run_id} {view.record.status_text}: {run_end.line}", level)
         for observer in self.observers:
             observer.on_end(view)
+            self.ended = True  # the first one is the display
         return run_end
 
-    def _finish(self, run_end: run_ends.RunEnd) -> dict[str, Any]:
-        """Write the end of the run; return the last event."""
-        self.writer.finish(run_end.status, run_end.exit_code, run_end.failure)
-        last_event = summary.last_event(self.writer)
-        self.writer.event(last_event)
-        return last_event
+    def _finish(self, run_end: RunEnd) -> RunView:
+        """Write the end of the run, the use of its time, and the last event; return the run."""
+        writer = self.writer
+        writer.finish(run_end.status, run_end.exit_code, run_end.failure)
+        spent = time_use(writer.record, timed_events(writer.layout), writer.record.duration_s or 0.0)
+        writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
+        view = RunView(writer.layout, writer.record)
+        writer.event(summary.finished_event(view))
+        return view
 
-    def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
+    def _flushed(self, run_end: RunEnd) -> RunEnd:
         """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
         is_stopping = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
         deadline_s = self.config.failure.grace_s if is_stopping else deadlines.UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
-                problem = self.keeping.flush(deadline_s)
+                problem = self.upload.flush(deadline_s)
         except Interrupted:
-            problem = self.keeping.flush(0.0)
-        if not problem and self.writer.loss is not None and run_end.exit_code == ExitCode.SUCCEEDED:
-            return run_ends.judge_error(self.writer.loss, self.writer)
-        if not problem:
-            return run_end
-        was_warned, self.warned = self.warned, True
-        if run_end.exit_code == ExitCode.SUCCEEDED:
-            return run_ends.judge_error(ResultsError(problem), self.writer)
-        if not was_warned:
-            self.display.notice(problem, level="warning")
+            problem = self.upload.flush(0.0)
+        error = ResultsError(problem) if problem else self.writer.loss
+        if error is not None and run_end.exit_code == ExitCode.SUCCEEDED:
+            run_end = judge_error(error, self.writer)
+        elif problem and not self.warned:
+            self.recorder.show(problem, "warning")
+        self.warned = self.warned or bool(problem)
         return run_end

@@ -52,13 +52,15 @@ class Event:
     """Base of all events; `time_ns` is the time in the rank.
 
     recorded: events.jsonl and --output json get the event with all its fields, under its kind; the recorder has a
-    method of its own for the others. is_progress: it proves that the rank does not hang. is_number: of several in a row
-    only the newest matters for decisions.
+    method of its own for the others. section: `results show` lists the messages of recorded events under this title.
+    is_progress: it proves that the rank does not hang. is_number: of several in a row only the newest matters for
+    decisions.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, object]] = _STRICT
     kind: ClassVar[str] = ""  # its name on the wire and in records
     recorded: ClassVar[bool] = False
+    section: ClassVar[str] = ""
     is_progress: ClassVar[bool] = True
     is_number: ClassVar[bool] = False
     time_ns: _Int
@@ -200,6 +202,7 @@ class ThreadFailure(Event):
     kind: ClassVar[str] = "thread_failure"
     is_progress: ClassVar[bool] = False
     recorded: ClassVar[bool] = True
+    section: ClassVar[str] = "threads that have ended"
     thread: str
     type: str
     message: str
@@ -328,6 +331,7 @@ class Note(Event):
 
     kind: ClassVar[str] = "note"
     recorded: ClassVar[bool] = True
+    section: ClassVar[str] = "messages of ranks"
     message: str
     level: str = "info"
 
@@ -342,6 +346,7 @@ class Alert(Event):
 
     kind: ClassVar[str] = "alert"
     recorded: ClassVar[bool] = True
+    section: ClassVar[str] = "alerts"
     message: str
 
     def shown(self) -> tuple[str, str]:

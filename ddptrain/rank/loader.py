@@ -18,8 +18,8 @@ class RankSampler(Sampler[int]):
     """This rank's indices in an epoch: all ranks draw the same order, and take samples from it in turn.
 
     The first `taken` samples of the order are skipped, because ranks read them before a resume. If the rest can't be
-    divided evenly, its first samples are repeated, because DDP waits for all ranks in each step; with `drop_last` an
-    incomplete step of all ranks is dropped instead.
+    divided evenly, the first samples of the order are repeated, because DDP waits for all ranks in each step; with
+    `drop_last` an incomplete step of all ranks is dropped instead.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankSampler(Sampler[int]):
             order = torch.arange(size)
         rest, total = order[self.taken :], self._total(self.taken)
         while 0 < len(rest) < total:
-            rest = torch.cat([rest, rest[: total - len(rest)]])
+            rest = torch.cat([rest, order[: total - len(rest)]])  # as without a resume: the same step is equal
         return rest[:total]
 
 
@@ -102,6 +102,12 @@ class RankLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The current or next epoch, from 1."""
         return self._rank_sampler.epoch
+
+    @property
+    def position(self) -> float:
+        """The number of epochs that are read, also a fraction, with the batch that is in use: equal on all ranks."""
+        size = len(self._rank_sampler._data)  # noqa: SLF001
+        return self.epoch - 1 + min(1.0, self._rank_sampler.taken / size)
 
     @property
     def remaining(self) -> int:

@@ -38,7 +38,7 @@ from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, 
 from ddptrain.sweep import output
 from ddptrain.sweep.home import BEST, SweepHome, opened
 from ddptrain.sweep.output import SAME_FAILURES, Failures, Limits, Situation
-from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
+from ddptrain.sweep.trial import Trial, TrialPlan, run_with
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -223,8 +223,8 @@ class Sweep:
 
         mutex = threading.Lock()
 
-        def shared(trial: Trial, display: TrialDisplay) -> SharedRun:
-            return SharedRun(cluster, session, display, trial.signals, mutex)
+        def shared(trial: Trial) -> SharedRun:
+            return SharedRun(cluster, session, trial.signals, mutex)
 
         sweep = self.sweep
         return TrialPlan(self.home, sweep.metric, sweep.mode, sweep.seeds, config_of, study.report, run_with(shared))

@@ -299,7 +299,7 @@ class TrialDisplay(RunDisplay):
                 trial.prune()
 
 
-def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
+def run_with(shared: Callable[[Trial], SharedRun]) -> RunTrial:
     """Return the function that trains the runs of trials (driver/run.py), on a cluster that they share."""
     usual: frozenset[int] = frozenset()  # the ranks that log the metric: the same in all trials
 
@@ -314,7 +314,8 @@ def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
             index, last_step = len(values), max(values, default=-math.inf)
         reports = run_id == trial.run_id(0)
         display = TrialDisplay(trial, reports=reports, index=index, last_step=last_step, usual=usual)
-        options = LaunchOptions(run_id=run_id, resume="auto" if resume else None, shared=shared(trial, display))
+        resumes = "auto" if resume else None
+        options = LaunchOptions(run_id=run_id, resume=resumes, observers=[display], shared=shared(trial))
         code = _when_unlocked(trial, lambda: train(config, options)) if resume else train(config, options)
         usual = display.usual or usual
         return code

@@ -20,11 +20,11 @@ from typing import Any
 
 from distributed import Worker, get_worker
 
-from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
+from ddptrain.log import Log, as_text
 from ddptrain.protocol import deadlines, news
-from ddptrain.protocol.news import News, RankExit, RankNews
+from ddptrain.protocol.news import LogLine, News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_environment, spool, stack_reports
 from ddptrain.worker.rank_environment import HostResources, RankResources
@@ -41,6 +41,7 @@ _DATA_BYTES = 12 * 1024  # the most bytes of a rank in a message
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
 # The signals of which faulthandler writes the stacks into the log.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
+_log = Log("ddptrain.worker")
 
 
 def topic(run_id: str) -> str:
@@ -85,10 +86,11 @@ class RanksTask:
     def __init__(self, worker: Worker, host: RankHost, specs: Sequence[RankSpec]) -> None:
         self.worker, self.host = worker, host
         self.first, self.key = specs[0], specs[0].key
-        self.ranks = [_Rank(host, spec, _run_log(worker, spec)) for spec in specs]
+        self.lines: list[LogLine] = []  # what the driver has to log
+        self.ranks = [_Rank(host, spec, self.lines) for spec in specs]
         self.woken = threading.Event()
         self.alive_s = deadlines.alive_s(self.first.config.failure)
-        self.sampler = SystemSampler(self._sampled, self.alive_s, self.ranks[0].log)
+        self.sampler = SystemSampler(self._sampled, self.alive_s)
         self.leaving_sent = False
 
     def run(self) -> list[RankExit | Exception]:
@@ -116,7 +118,7 @@ class RanksTask:
         if self.first.rank != 0 or self.first.group.master_port:
             return self.first.group.master_port
         port = self.host.open_store(self.first.key, self.first.group.master_addr)
-        self.ranks[0].log.info("rendezvous store opened", address=f"{self.first.group.master_addr}:{port}")
+        self.ranks[0].log("rendezvous store opened", address=f"{self.first.group.master_addr}:{port}")
         self._send(News(self.first.attempt, store_port=port))
         return port
 
@@ -133,9 +135,9 @@ class RanksTask:
             message = News(self.first.attempt)
             if self.host.leaving and not self.leaving_sent:
                 self.leaving_sent = True
-                self.ranks[0].log.info("worker was asked to end: the driver is asked to preempt the run")
+                self.ranks[0].log("worker was asked to end: the driver is asked to preempt the run")
                 message = News(self.first.attempt, leaving=True)
-            if parts or message.leaving:
+            if parts or self.lines or message.leaving:
                 self._send(message, parts)
             while not self.sampler.samples.empty():
                 self._send(News(self.first.attempt, sample=self.sampler.samples.get()))
@@ -172,15 +174,11 @@ class RanksTask:
                 self._post(News(message.attempt, tuple(batch)))
                 batch = []
             batch.append(part)
-        self._post(dataclasses.replace(message, ranks=tuple(batch)))
+        self._post(dataclasses.replace(message, ranks=tuple(batch), log=tuple(self.lines)))
+        self.lines.clear()
 
     def _post(self, message: News) -> None:
         self.worker.log_event(topic(self.first.run_id), news.encode(message))
-
-
-def _run_log(worker: Worker, spec: RankSpec) -> log.RunLog:
-    fields = {"attempt": spec.attempt, "rank": spec.rank, "worker": worker.address}
-    return log.RunLog("ddptrain.worker", worker.log_event, spec.run_id, **fields)
 
 
 class _Rank:
@@ -189,10 +187,10 @@ class _Rank:
     `ended` is None while it runs, then its exit, or the error that prevented it.
     """
 
-    def __init__(self, host: RankHost, spec: RankSpec, logged: log.RunLog) -> None:
+    def __init__(self, host: RankHost, spec: RankSpec, lines: list[LogLine]) -> None:
         self.host = host
         self.server = host.server  # this one until the end, even if the host replaces its server
-        self.spec, self.log = spec, logged
+        self.spec, self.lines = spec, lines
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.gpu = host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
         self.pid: int | None = None
@@ -226,6 +224,11 @@ class _Rank:
         rank_resources = RankResources(gpu, resources, str(self.spool.staging))
         return rank_environment.complete(spec, self.host.environ, rank_resources)
 
+    def log(self, message: str, /, **fields: object) -> None:
+        """Log a decision, here and in the driver."""
+        _log.info(message, run=self.spec.run_id, attempt=self.spec.attempt, rank=self.spec.rank, **fields)
+        self.lines.append(LogLine(self.spec.rank, as_text(message, **fields)[:4_000]))
+
     @property
     def known(self) -> RankNews:
         """What the driver knows already."""
@@ -243,7 +246,7 @@ class _Rank:
         if (started := self.server.start_of(self.spec.key)) is not None:
             pid, how = started
             slot = self.spec.placement.slot
-            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
+            self.log("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
         if report is not None:
             return self._end(report)
         if self.pid is None and (pid_now := self.server.pid_of(self.spec.key)) is not None:
@@ -278,7 +281,7 @@ class _Rank:
             stack_reports.report_error_file(self.spool, report["status"])
         parts = self._growth()
         self.ended = ended = self._exit(report)
-        self.log.info("rank ended", pid=ended.pid, status=ended.status, reason=ended.reason or None)
+        self.log("rank ended", pid=ended.pid, status=ended.status, reason=ended.reason or None)
         return [*parts, dataclasses.replace(self.known, ended=ended)]
 
     def _exit(self, report: dict[str, Any]) -> RankExit:

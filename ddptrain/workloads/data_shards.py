@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -46,13 +46,11 @@ def deal_epoch(
     seed: int,
     epoch: int,
     taken: Sequence[Sequence[int]] = (),
-    arrange: Callable[[Batches, torch.Generator], Batches] | None = None,
 ) -> Batches:
     """Return the steps of an epoch: for each, the rows (int64) of all ranks, which take them in turn.
 
     All ranks draw the same permutation and cut it into the fewest batches, whose sizes differ by at most 1. So shares
     of a step differ by at most one row, and a share is empty only if a batch has fewer rows than there are ranks.
-    `arrange` may move rows between the batches; it may use the generator.
 
     taken: (number of ranks, steps) pairs of the ranks that began the epoch. The rows of these steps are left out, and
     the others are dealt again.
@@ -64,8 +62,7 @@ def deal_epoch(
         if len(left) == 0:
             return []
         shuffled = left[torch.randperm(len(left), generator=draw)]
-        batches = torch.tensor_split(shuffled, -(-len(left) // (batch_size * ranks)))
-        return arrange(batches, draw) if arrange else batches
+        return torch.tensor_split(shuffled, -(-len(left) // (batch_size * ranks)))
 
     for ranks, steps in taken:
         left = torch.cat([left[:0], *deal(ranks)[steps:]])

@@ -36,10 +36,12 @@ from ddptrain.driver.display.renderers import (
     format_notice,
     notice_line,
 )
+from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 
 if TYPE_CHECKING:
     from ddptrain.protocol.news import SystemSample
+    from ddptrain.results.lookup import RunView
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -63,8 +65,13 @@ class Display(RunDisplay):
         logs_dir: Path,
         *,
         groups_ranks: bool = False,
+        summary: Callable[[RunView], Sequence[str]] = summary_lines,
     ) -> None:
-        """`groups_ranks`: equal tracebacks are shown once, and of many ranks rank 0 and whatever differs."""
+        """`groups_ranks`: equal tracebacks are shown once, and of many ranks rank 0 and whatever differs.
+
+        `summary`: returns the last lines for a run.
+        """
+        self._summary = summary
         self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
         self._logs_dir = logs_dir
         self._groups_ranks = groups_ranks
@@ -123,6 +130,11 @@ class Display(RunDisplay):
         if rank is not None:
             self._grown.append(rank)
         self._wake.set()
+
+    def on_end(self, run: RunView) -> None:
+        """Show every log up to its size now, and the end of the run."""
+        sizes = {rank: path.stat().st_size for rank, path in run.layout.logs().items()}
+        self.close(sizes, self._summary(run), finished_event(run))
 
     def close(
         self,
@@ -350,4 +362,5 @@ def open_display(
             size = functools.partial(terminal.terminal_size, out.fd, environ)
             renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
-    return Display(renderer, out, err, logs_dir, groups_ranks=groups_ranks).start()
+    lines = evaluation_lines if stage else summary_lines
+    return Display(renderer, out, err, logs_dir, groups_ranks=groups_ranks, summary=lines).start()

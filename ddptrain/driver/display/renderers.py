@@ -21,6 +21,7 @@ from ddptrain.results.run_record import as_json_data
 
 if TYPE_CHECKING:
     from ddptrain.protocol.news import SystemSample
+    from ddptrain.results.lookup import RunView
 
 QUIET_S = 60.0  # without any line
 _ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)
@@ -49,7 +50,30 @@ class Shown:
 
 
 class RunDisplay(Shown):
-    """The display of a run: the terminal, or that of one trial of a sweep. No method waits, except `close`."""
+    """The display of a run, a run observer: the terminal, or that of one trial of a sweep. Only the end waits."""
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Show an event of a run."""
+        match event:
+            case {"event": "numbers", "rank": rank, "numbers": numbers}:
+                for each in numbers:
+                    self.rank_event(rank, each)
+            case {"event": "log_grew", "rank": rank}:
+                self.log_grew(rank)
+            case {"event": "system", "sample": sample}:
+                self.system(sample)
+            case {"event": "message", "message": text, "level": level}:
+                self.notice(text, level)
+            case {"event": "silence", "message": text}:
+                self.silence(text)
+            case {"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden}:
+                self.expect(count, offsets)
+                self.hide(hidden)
+            case _:
+                self.event(event)
+
+    def on_end(self, run: RunView) -> None:
+        """Show the end of the run, and wait until it is shown."""
 
     def status(self, text: str) -> None:
         """Show what the driver waits for, without a line in events.jsonl."""
@@ -64,14 +88,6 @@ class RunDisplay(Shown):
 
     def log_grew(self, rank: int | None = None) -> None:
         """Note that a rank's log file has grown; None: any log may have grown."""
-
-    def close(
-        self,
-        final_sizes: Mapping[int, int] | None = None,
-        summary: Sequence[str] = (),
-        last_event: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Show the end of the run, and wait until it is shown."""
 
 
 class Renderer(Shown):

@@ -12,19 +12,11 @@ from ddptrain.errors import ExitCode
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord, RunStatus, as_json_data
-from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.time_use import time_use, timed_events
 
 _MOST_FIGURES = 20  # of the last metrics; run.json and `ddptrain results show` have all
 _MOST_FAILED, _CAUSE_WIDTH = 10, 300
 _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
-
-
-def last_event(writer: RunWriter) -> dict[str, Any]:
-    """Return `finished_event` for a run that has just ended. Write the use of the time into run.json."""
-    spent = time_use(writer.record, timed_events(writer.layout), writer.record.duration_s or 0.0)
-    writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
-    return finished_event(RunView(writer.layout, writer.record))
 
 
 def finished_event(view: RunView) -> dict[str, Any]:

@@ -40,14 +40,6 @@ _PHASES = {"setup": " (before the process group was up)", "rendezvous": " (while
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """Why no more messages will come from a rank. kind: WORKER_LOST if its worker is lost, else only the rank."""
-
-    kind: FaultKind
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Fault:
     """Something that ended a rank.
 

@@ -1,4 +1,4 @@
-"""The end of a run: its status, exit code and root cause, for run.json and the last lines of the command."""
+"""The end of a run: whether another attempt follows, its status, exit code and root cause."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ddptrain.driver.failure.fault import FaultKind, format_ranks
+from ddptrain.driver.failure.fault import LOSSES, FaultKind, format_ranks
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error, one_line
 from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus, root_cause
 from ddptrain.text_tables import duration
 
 if TYPE_CHECKING:
+    from ddptrain.config.run_config import FailureConfig
     from ddptrain.driver.failure.fault import Fault
     from ddptrain.driver.ranks import AttemptEnd, Rank
     from ddptrain.results.layout import RunLayout
@@ -166,3 +167,71 @@ def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) 
     if end is not None and end.unsaved and not writer.record.checkpoints:
         again = f"{end.unsaved} was not saved, {again}"
     return RunEnd(RunStatus.CANCELLED, 128 + signum, failure, f"; {again}")
+
+
+# --- whether another attempt follows ---
+
+
+_MAX_BACKOFF_S = 60.0
+# Another attempt would end the same way.
+_FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Another attempt follows after `pause_s`; `count` is text such as "restart 1 of 3"."""
+
+    pause_s: float
+    count: str
+
+
+class RestartPolicy:
+    """Counts the attempts of one command against failure.max_restarts and failure.max_losses."""
+
+    def __init__(self, settings: FailureConfig) -> None:
+        self.settings = settings
+        self._restarts = self._losses = 0
+        self._before: tuple[str, str, int | None] | None = None  # line, traceback and step of the last failure
+
+    def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Restart | str:
+        """Return the restart after an attempt, or why there is none, "" if the user needs no reason.
+
+        `step` is the last step that the failed rank logged.
+        """
+        if end.signum is not None or end.loss is not None or (end.fault is None and end.notice is None):
+            return ""
+        if self._exhausted(lost := _lost(end)):
+            return ""
+        if not scheduler_is_there:
+            return "the Dask scheduler has ended"
+        if end.fault is not None and not lost:
+            if reason := self._useless(end.fault, step):
+                return reason
+            if not any(rank.spec.code.is_script for rank in end.ranks):  # the progress of a script is not known
+                self._before = (end.fault.line, end.fault.traceback, step)
+        return self._again(lost)
+
+    def _exhausted(self, lost: bool) -> bool:
+        left = self.settings.max_restarts - self._restarts
+        return left <= 0 and not (lost and self._losses < self.settings.max_losses)
+
+    def _useless(self, fault: Fault, step: int | None) -> str:
+        if fault.kind in _FINAL:
+            return "a restart would fail in the same way"
+        same = (fault.line, fault.traceback, step) == self._before
+        return "the same failure at the same step twice in a row is a mistake in the code" if same else ""
+
+    def _again(self, lost: bool) -> Restart:
+        settings = self.settings
+        before = self._restarts + self._losses
+        pause_s = min(_MAX_BACKOFF_S, 2.0 ** min(32, before - 1)) if before else 0.0
+        if lost and self._losses < settings.max_losses:
+            self._losses += 1
+            return Restart(pause_s, f"loss {self._losses} of {settings.max_losses}")
+        self._restarts += 1
+        return Restart(pause_s, f"restart {self._restarts} of {settings.max_restarts}")
+
+
+def _lost(end: AttemptEnd) -> bool:
+    """Return whether the reason is a lost or preempted host or worker, and not the training code."""
+    return end.notice is not None or (end.fault is not None and end.fault.kind in LOSSES)

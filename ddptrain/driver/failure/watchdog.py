@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ddptrain.driver.ranks import CUT_S, Activity, Rank
 from ddptrain.protocol import events
@@ -36,14 +35,6 @@ def is_stacks_file(event: events.Event) -> bool:
     return isinstance(event, events.FileSaved) and event.path.startswith(f"{STACKS_FOLDER}/")
 
 
-class Stage(StrEnum):
-    """How far a worker group was when it stopped."""
-
-    START = "start"  # at least one rank has not entered the workload
-    TRAIN = "train"
-    END = "end"  # all ranks that are left have done their work
-
-
 @dataclass(frozen=True, slots=True)
 class Hang:
     """A suspected hang of a worker group: `ranks` were silent for `limit_s`, the rank that is idle longest first.
@@ -51,7 +42,6 @@ class Hang:
     silent_s: the longest time without an event or a line of one of these ranks.
     """
 
-    stage: Stage
     ranks: tuple[int, ...]
     limit_s: float
     silent_s: float
@@ -128,7 +118,7 @@ class Watchdog:
         if not known:
             return ""
         quiet_s = max(silent_s(rank, now) for rank in known)
-        limit_s = self._group_limit_s(Stage.TRAIN, known)
+        limit_s = self._group_limit_s(known)
         return f"no report for {quiet_s:.0f} s (limit {limit_s:.0f} s)" if quiet_s > _QUIET * limit_s else ""
 
     def overdue(self, ranks: Sequence[Rank], now: float) -> Hang | None:
@@ -138,23 +128,21 @@ class Watchdog:
         alive = [rank for rank in ranks if rank.submitted_at and not rank.over]
         if not alive or any(0 < rank.activity.notice_at < now - CUT_S for rank in alive):
             return None
-        stage = _stage(alive)
-        limit_s = self._group_limit_s(stage, alive)
+        has_begun, has_ended = all(rank.entered for rank in alive), all(rank.finished for rank in alive)
+        limit_s = self.timeout_s if has_ended else self._group_limit_s(alive) if has_begun else self.start_s
         late = [rank for rank in alive if self._is_late(rank, now, limit_s)]
-        if stage == Stage.TRAIN and any(now - rank.activity.spoke_at <= limit_s for rank in alive):
+        if has_begun and not has_ended and any(now - rank.activity.spoke_at <= limit_s for rank in alive):
             # A rank that never reports often waits for one that reports, for example during an evaluation on rank 0.
             late = [rank for rank in late if rank.activity.reports]
         if not late:
             return None
         late.sort(key=lambda rank: -self.idle_s(rank, now))
-        return Hang(stage, tuple(rank.spec.rank for rank in late), limit_s, max(silent_s(rank, now) for rank in late))
+        return Hang(tuple(rank.spec.rank for rank in late), limit_s, max(silent_s(rank, now) for rank in late))
 
-    def _group_limit_s(self, stage: Stage, ranks: Sequence[Rank]) -> float:
+    def _group_limit_s(self, ranks: Sequence[Rank]) -> float:
         """Return the limit of a worker group: the longest limit of the ranks that report."""
-        if stage == Stage.START:
-            return self.start_s
         known = [self.limit_s(rank.activity) or 0.0 for rank in ranks if rank.activity.reports]
-        return max(known) if known and stage == Stage.TRAIN else self.timeout_s or 0.0
+        return max(known, default=self.timeout_s or 0.0)
 
     def _is_late(self, rank: Rank, now: float, limit_s: float) -> bool:
         silent = silent_s(rank, now) > limit_s
@@ -171,9 +159,3 @@ def new_watchdog(hang_timeout_s: float | str | None, start_timeout_s: float) -> 
 def silent_s(rank: Rank, now: float) -> float:
     """For how long a rank has sent no event and no line."""
     return now - max(rank.submitted_at, rank.activity.spoke_at, rank.activity.excused_until)
-
-
-def _stage(alive: Sequence[Rank]) -> Stage:
-    if all(rank.finished for rank in alive):
-        return Stage.END
-    return Stage.TRAIN if all(rank.entered for rank in alive) else Stage.START

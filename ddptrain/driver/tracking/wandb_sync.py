@@ -1,8 +1,8 @@
 """Sends the missing parts of runs to W&B: of offline runs, and of online runs that ended before all was sent.
 
-`wandb sync` sends each part of a W&B run (wandb_folders.py); then the run's checkpoints and tables are logged from the
-run directory. A part that was sent is marked, and skipped the next time. One that could not be sent stays. A run in an
-object store is sent from a local copy, and its marks are written to the store.
+`wandb sync` sends each part of a W&B run (wandb_folders.py), and marks it with a file beside its log. A part without
+that mark is sent the next time. A run in an object store is sent from a local copy, and its marks are written to the
+store. Checkpoints and tables of offline runs are not sent: the run directory has them.
 """
 
 from __future__ import annotations
@@ -12,45 +12,44 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.file_ops import temp_folder
+from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results import ownership
-from ddptrain.results.checkpoints.verification import verify
-from ddptrain.results.errors import CheckpointDamaged, ResultsError, results_errors
-from ddptrain.results.layout import ARTIFACTS as ARTIFACTS_FOLDER
-from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
+from ddptrain.results.errors import ResultsError, results_errors
+from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.recorded_config import config_of
-from ddptrain.results.remote.checkpoints import download_checkpoints
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
-from ddptrain.storage.remote_folder import RemoteFolder, is_plain
-from ddptrain.storage.store import StoreError
-from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, access_to
-from ddptrain.tracking.wandb.sync_command import RunArtifacts, SyncOutput, WandbProcesses, sync_environment
-from ddptrain.tracking.wandb.wandb_folders import (
-    ARTIFACTS,
-    LINKS,
-    SENT,
-    STATE_FILES,
-    SYNCED,
-    UNSENT,
-    RunPart,
-    links_in,
-    unsent_parts,
-)
+from ddptrain.storage.object_store import ObjectStore, open_folder
+from ddptrain.storage.store import StoreError, is_plain
+from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, TOKEN_FILE, access_to, without_credentials
+from ddptrain.tracking.wandb.wandb_folders import LINKS, STATE_FILES, SYNCED, RunPart, links_in, unsent_parts
 
 _LOCK = ".sync.lock"
-_TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.csv")
+# Variables that describe how the run was recorded, not how it is sent.
+_NOT_PASSED_ON = frozenset(
+    {
+        *("WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_SERVICE", "WANDB_SILENT", "WANDB_QUIET"),
+        *("WANDB_NAME", "WANDB_NOTES", "WANDB_TAGS", "WANDB_RUN_GROUP", "WANDB_JOB_TYPE", "WANDB_PROJECT"),
+    }
+)
+# Paths that may be relative to the user's working directory. `wandb sync` runs in another one.
+_PATHS = ("WANDB_CONFIG_DIR", "WANDB_CREDENTIALS_FILE", TOKEN_FILE)
+_KILL_S = 2.0
+_NOTICE_S = 5.0
+# Without the line that names wandb's log file, which is deleted with the folder in which the command ran.
+_ERROR = re.compile(r"^(?:.*\bERROR|Error:) +(?!Find detailed error logs)(.+?)\s*$", re.MULTILINE)
+_LINK = re.compile(r"\bhttps?://\S+/runs/[^/\s]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,59 +104,83 @@ def sync_run(
     view: RunView, environ: Mapping[str, str], deadline: float, notice: Callable[[str], None] = print
 ) -> SyncResult:
     """Send the missing parts of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
-    if view.layout.is_original:
-        return _sync(view, None, environ, deadline, notice)
-    with temp_folder("ddptrain-sync-") as folder:
-        copy = _StoredRun(RemoteFolder.open(view.layout.where), RunLayout(folder / "run"))
-        return _sync(RunView(copy.layout, view.record), copy, environ, deadline, notice)
-
-
-def _sync(
-    view: RunView,
-    copy: _StoredRun | None,
-    environ: Mapping[str, str],
-    deadline: float,
-    notice: Callable[[str], None],
-) -> SyncResult:
-    """Send a run; `copy`: the run in a store whose local copy is `view`."""
-    try:
-        if copy is not None:
-            copy.refresh()
-        if not _waiting(view):
-            return SyncResult(view.run_id)
-        if copy is None:
-            if not is_own_folder(view.layout.root):
-                raise _Skipped("it belongs to another user")
-            view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
-        if view.is_running:
-            raise _Skipped("it is running")
-        processes = _processes(view, environ, notice)
-        if copy is not None:
-            with copy.locked(view, deadline):
-                return _send_all(view, processes, deadline)
-        folder = view.layout.root / RECORDED
-        for each in (view.layout.tracking_dir, folder):
-            make_folder(each)  # refuses what is not a folder of this user
-        held = ownership.Owner(folder / _LOCK).take()
+    copy = None
+    with ExitStack() as stack:
         try:
-            return _send_all(view, processes, deadline)
-        finally:
-            held.release()
-    except _Skipped as reason:
-        return SyncResult(view.run_id, skipped=str(reason))
-    except RunLocked:
-        return SyncResult(view.run_id, skipped="another process is sending it")
-    except (_NotSent, ResultsError, StoreError) as error:
-        return SyncResult(view.run_id, waiting=len(_waiting(view)), problem=str(error))
+            if not view.layout.is_original:
+                folder = stack.enter_context(temp_folder("ddptrain-sync-"))
+                copy = _StoredRun(open_folder(view.layout.where), RunLayout(folder / "run"))
+                view = RunView(copy.layout, view.record)
+                copy.refresh()
+            if not _waiting(view):
+                return SyncResult(view.run_id)
+            if copy is None:
+                if not is_own_folder(view.layout.root):
+                    raise _Skipped("it belongs to another user")
+                view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
+            if view.is_running:
+                raise _Skipped("it is running")
+            env = _environment(view, environ)
+            stack.enter_context(_locked(view.layout) if copy is None else copy.locked(view, deadline))
+            waiting, problem = _waiting(view), ""
+            for target in dict.fromkeys(part.target for part in waiting):
+                try:
+                    for part in (part for part in waiting if part.target == target):
+                        _send(view, part, env, deadline, notice)
+                except _NotSent as error:
+                    problem = problem or str(error)
+            left = len(_waiting(view))
+            return SyncResult(view.run_id, len(waiting) - left, left, problem)
+        except _Skipped as reason:
+            return SyncResult(view.run_id, skipped=str(reason))
+        except RunLocked:
+            return SyncResult(view.run_id, skipped="another process is sending it")
+        except (_NotSent, ResultsError, StoreError) as error:
+            return SyncResult(view.run_id, waiting=len(_waiting(view)), problem=str(error))
 
 
 def _waiting(view: RunView) -> list[RunPart]:
-    """Return the parts that the server lacks."""
+    """Return the parts that the server lacks, the oldest first."""
     return unsent_parts(wandb_parts(view.layout, view.record))
 
 
-def _processes(view: RunView, environ: Mapping[str, str], notice: Callable[[str], None]) -> WandbProcesses:
-    """Return what sends the run with the user's key.
+@contextmanager
+def _locked(layout: RunLayout) -> Iterator[None]:
+    folder = layout.root / RECORDED
+    for each in (layout.tracking_dir, folder):
+        make_folder(each)  # refuses what is not a folder of this user
+    held = ownership.Owner(folder / _LOCK).take()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _send(view: RunView, part: RunPart, env: Mapping[str, str], deadline: float, notice: Callable[[str], None]) -> None:
+    """Send a part, and record the address of its W&B run for `results show`. Raises _NotSent."""
+    if part.is_empty:
+        append(part.log.with_suffix(SYNCED), b"")
+        return
+    files = part.folder / "files"
+    if link := next((path for path in (files, *files.rglob("*")) if path.is_symlink()), None):
+        # wandb creates none, and would follow it.
+        raise _NotSent(f"{link} is a symbolic link to something outside of this run: remove it")
+    if (left_s := deadline - time.monotonic()) <= 0:
+        raise _NotSent("the time limit (--timeout) was over before it began")
+    with temp_folder("ddptrain-sync-") as scratch:
+        error, url = _wandb_sync(part, env, scratch, left_s, lambda text: notice(f"{view.run_id}: {text}"))
+    if not part.log.with_suffix(SYNCED).exists():
+        raise _NotSent(error or "W&B has not taken it")
+    if url:
+        folder = view.layout.root / RECORDED
+        write_file(folder / LINKS, json.dumps({**links_in(folder), part.target: url}).encode())
+
+
+# --- `wandb sync` ---
+
+
+def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the user's environment for `wandb sync`, with the user's key, and nothing about the recording of runs.
 
     Raises _NotSent if the run names a server that the user has not chosen; UsageError if there is no API key.
     """
@@ -168,132 +191,67 @@ def _processes(view: RunView, environ: Mapping[str, str], notice: Callable[[str]
         raise _NotSent(f"they are for {named}: {advice}")
     if not access.has_credentials:
         raise UsageError("there is no API key of W&B: set WANDB_API_KEY, or run `wandb login`")
-    chosen = {name: value for name, value in ((KEY, access.key), (BASE_URL, access.base_url)) if value}
-    return WandbProcesses(sync_environment(environ) | chosen, lambda text: notice(f"{view.run_id}: {text}"))
+    env = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
+    env |= {name: str(Path(env[name]).expanduser().absolute()) for name in _PATHS if env.get(name)}
+    env |= {name: value for name, value in ((KEY, access.key), (BASE_URL, access.base_url)) if value}
+    return {"WANDB_ERROR_REPORTING": "false", **env, "NO_COLOR": "1"}
 
 
-def _send_all(view: RunView, processes: WandbProcesses, deadline: float) -> SyncResult:
-    """Send the parts of each W&B run, and then its artifacts."""
-    waiting = _waiting(view)
-    problem = ""
-    for target in dict.fromkeys(part.target for part in waiting):
-        try:
-            _send(view, [part for part in waiting if part.target == target], processes, deadline)
-        except _NotSent as error:
-            problem = problem or str(error)
-    left = len(_waiting(view))
-    return SyncResult(view.run_id, len(waiting) - left, left, problem)
+def _wandb_sync(
+    part: RunPart, env: Mapping[str, str], scratch: Path, timeout_s: float, notice: Callable[[str], None]
+) -> tuple[str, str]:
+    """Run `wandb sync`; kill it after `timeout_s`. Return its last error message, and the URL of the run, each or "".
 
-
-def _send(view: RunView, parts: Sequence[RunPart], processes: WandbProcesses, deadline: float) -> None:
-    """Send these parts of one W&B run, the oldest first, its artifacts, and mark the parts. Raises _NotSent."""
-    of_run = [part for part in wandb_parts(view.layout, view.record) if part.target == parts[0].target]
-    was_overtaken = any(part.sent for part in of_run[of_run.index(parts[0]) :])
-    url = ""
-    for part in [part for part in parts if part.mark != ARTIFACTS and not part.is_empty]:
-        files = part.folder / "files"
-        if link := next((path for path in (files, *files.rglob("*")) if path.is_symlink()), None):
-            # wandb creates none, and would follow it.
-            raise _NotSent(f"{link} is a symbolic link to something outside of this run: remove it")
-        output = _in_scratch(deadline, partial(processes.sync, part))
-        if not part.log.with_suffix(SYNCED).exists():
-            raise _NotSent(output.error or "W&B has not taken it")
-        write_file(part.folder / UNSENT, ARTIFACTS.encode())
-        url = output.url
-    folder = view.layout.root / RECORDED
-    if url:  # for `results show`
-        write_file(folder / LINKS, json.dumps({**links_in(folder), parts[0].target: url}).encode())
-    artifacts = _artifacts(view, parts[-1], links_in(folder).get(parts[0].target, ""))
-    # The last part that was sent says how the run ended: an older one that was sent after it said something else.
-    if artifacts.checkpoints or artifacts.tables or artifacts.name or was_overtaken:
-        output = _in_scratch(deadline, partial(processes.log_artifacts, artifacts))
-        if output.error:
-            raise _NotSent(f"checkpoints and tables: {output.error}")
-    for part in parts:
-        append(part.log.with_suffix(SYNCED), b"")
-        if part.mark is not None:
-            write_file(part.folder / UNSENT, SENT.encode())
-
-
-def _in_scratch(deadline: float, send: Callable[[Path, float], SyncOutput]) -> SyncOutput:
-    """Call `send` with an empty folder and the seconds that are left. Raises _NotSent if there are none."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise _NotSent("the time limit (--timeout) was over before it began")
-    with temp_folder("ddptrain-sync-") as scratch:
-        return send(scratch, left_s)
-
-
-# --- checkpoints and tables, which are logged as artifacts ---
-
-
-def _artifacts(view: RunView, part: RunPart, url: str) -> RunArtifacts:
-    """Return what is to be logged as artifacts of a part's W&B run, whose `url` may be unknown."""
-    record, settings = view.record, _settings(view)
-    ranks = {about.get("id"): name for name, about in record.tracking.items()}
-    rank = int(re.sub(r"\D", "", part.rank or ranks.get(part.run_id, "")) or 0)
-    about = record.tracking.get(WANDB, {})
-    *_, entity, project, _, _ = ("", "", *url.split("/")) if url else ("", about.get("project", ""), "", "")
-    rows = settings.get("table_rows")
-    return RunArtifacts(
-        run_id=part.target,
-        project=project or record.name,
-        entity=entity,
-        name=part.rank,
-        group=view.run_id if part.rank else "",
-        exit_code=record.exit_code,
-        root=str(view.layout.root),
-        ddptrain_run=view.run_id,
-        rank=rank,
-        table_rows=rows if isinstance(rows, int) else 1000,
-        checkpoints=sorted(_checkpoints(view.layout), key=lambda each: each[0])
-        if _sends_checkpoints(settings) and rank == 0
-        else [],
-        tables=_tables(view.layout, rank) if _sends_tables(settings) else [],
+    Its exit code does not show whether the log was sent: if it was, there is a file with the suffix SYNCED.
+    `scratch` is a folder in which it runs and writes: from any other working directory wandb would read settings such
+    as the server, and Python would import modules.
+    """
+    env = {**env, "TMPDIR": str(scratch)}  # for wandb's log file, and what it leaves if it is killed
+    for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR"):
+        env[name] = f"{scratch}/{name}"
+        Path(env[name]).mkdir()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "wandb", "sync", "--include-online", "--include-synced"),
+            *(["--id", part.target] if part.target != part.run_id else []),
+            str(part.log),
+        ],
+        cwd=scratch,
+        env=without_working_directory(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+        errors="replace",
     )
+    text, reason = "", f"it was not done in {timeout_s:.0f} s"
+    with _killed_at_end(process), suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
+            text, reason = process.communicate(timeout=min(_NOTICE_S, timeout_s))[0], ""
+        if reason and timeout_s > _NOTICE_S:
+            left_s = timeout_s - _NOTICE_S
+            notice(f"waiting for {env.get(BASE_URL) or 'W&B'} to take the data, for {left_s:.0f} s at most (--timeout)")
+            text, reason = process.communicate(timeout=left_s)[0], ""
+    if reason:
+        text = process.communicate(timeout=_KILL_S)[0]
+    errors, urls = _ERROR.findall(text), _LINK.findall(text)
+    return without_credentials(errors[-1] if errors else reason, env), urls[-1] if urls else ""
 
 
-def _settings(view: RunView) -> Mapping[str, Any]:
-    """Return tracking.wandb of the run's recorded configuration; {} if config.yaml is missing or damaged."""
-    tracking = config_of(view).get("tracking")
-    known = tracking.get(WANDB) if isinstance(tracking, Mapping) else None
-    return known if isinstance(known, Mapping) else {}
+@contextmanager
+def _killed_at_end(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill the process and its descendants at the end of the block, if the process still runs."""
+    import psutil
 
-
-def _sends_checkpoints(settings: Mapping[str, Any]) -> bool:
-    return settings.get("checkpoints") is True
-
-
-def _sends_tables(settings: Mapping[str, Any]) -> bool:
-    return settings.get("tables") is not False
-
-
-def _checkpoints(layout: RunLayout) -> Iterator[tuple[int, Mapping[str, float], list[str]]]:
-    """Yield step, metrics and files of the kept checkpoints that match their manifests, without the manifest."""
-    for folder in checkpoint_folders(layout):
-        try:
-            checkpoint = verify(folder)
-        except CheckpointDamaged:
-            continue
-        files = [folder / name for name in checkpoint.files if name != MANIFEST]
-        if all(_is_in(layout.root, path) for path in files):
-            yield checkpoint.step, checkpoint.metrics, [str(path.relative_to(layout.root)) for path in files]
-
-
-def _tables(layout: RunLayout, rank: int) -> list[tuple[str, int | None, str]]:
-    """Return name, step and path below the run directory of each table that a rank has logged, by step."""
-    folder, found = layout.artifacts_dir / "tables", []
-    for path in folder.rglob("*"):
-        match = _TABLE.fullmatch(path.name)
-        if match and int(match["rank"]) == rank and _is_in(layout.root, path):
-            name = path.parent.relative_to(folder).as_posix()
-            found.append((name, int(match["step"]) if match["step"] else None, str(path.relative_to(layout.root))))
-    return sorted(found, key=lambda table: (table[0], -1 if table[1] is None else table[1]))
-
-
-def _is_in(root: Path, path: Path) -> bool:
-    """Return whether `path`, which is below `root`, is a file to which no symbolic link below `root` leads."""
-    return path.is_file() and path.resolve() == root.resolve() / path.relative_to(root)
+    try:
+        yield
+    finally:
+        with suppress(psutil.Error):
+            processes = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in processes if process.poll() is None else ():
+                with suppress(psutil.Error):
+                    each.kill()
 
 
 # --- a run in an object store ---
@@ -305,7 +263,7 @@ class _StoredRun:
     Files are empty until they are fetched, except for state files, which show what was sent.
     """
 
-    def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
+    def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
         self._store, self.layout = store, layout
         self._paths: list[str] = []
         self._states: dict[str, bytes] = {}
@@ -325,42 +283,29 @@ class _StoredRun:
     @contextmanager
     def locked(self, view: RunView, deadline: float) -> Iterator[None]:
         """Hold the run's lock in the store, with all files that are to be sent; write the states at the end."""
+        root = self.layout.root
         lock = StoreLock(self._store.below(RECORDED))
         lock.take()
         # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
-        lock.keep(lambda error: None)
+        lock.keep()
         try:
             self.refresh()  # another process may have sent it before we had the lock
-            self._fetch_all(view, deadline)
+            stored = [part.folder for part in _waiting(view) if part.folder.is_relative_to(root)]  # others are local
+            folders = tuple(f"{folder.relative_to(root).as_posix()}/" for folder in stored)
+            for path in self._paths:
+                if path.startswith(folders) and not _is_state(path):
+                    if time.monotonic() > deadline:
+                        raise _NotSent("the time limit (--timeout) was over before they were fetched")
+                    self._store.fetch(path, root / path)
             try:
                 yield
             finally:
-                for path in (self.layout.root / RECORDED).rglob("*"):
-                    name = path.relative_to(self.layout.root).as_posix()
-                    if _is_state(name) and path.is_file() and self._states.get(name) != (data := path.read_bytes()):
+                for file in (root / RECORDED).rglob("*"):
+                    name = file.relative_to(root).as_posix()
+                    if _is_state(name) and file.is_file() and self._states.get(name) != (data := file.read_bytes()):
                         self._store.write(name, data)
         finally:
             lock.release(forget=True)
-
-    def _fetch_all(self, view: RunView, deadline: float) -> None:
-        """Fetch the parts that wait, and what is logged as artifacts. Raises ResultsError; _NotSent."""
-        root = self.layout.root
-        stored = [part.folder for part in _waiting(view) if part.folder.is_relative_to(root)]  # the others are local
-        folders = tuple(f"{folder.relative_to(root).as_posix()}/" for folder in stored)
-        self._fetch((path for path in self._paths if path.startswith(folders) and not _is_state(path)), deadline)
-        self._fetch(["config.yaml"], deadline)
-        settings = _settings(view)
-        if _sends_tables(settings) and (tables := self._store.files(f"{ARTIFACTS_FOLDER}/tables")):
-            self._fetch(filter(is_plain, [*tables, *self._store.files(f"{ARTIFACTS_FOLDER}/images")]), deadline)
-        if _sends_checkpoints(settings):
-            download_checkpoints(self._store, root)
-
-    def _fetch(self, paths: Iterable[str], deadline: float) -> None:
-        for path in paths:
-            if time.monotonic() > deadline:
-                raise _NotSent("the time limit (--timeout) was over before they were fetched")
-            (self.layout.root / path).parent.mkdir(parents=True, exist_ok=True)
-            self._store.fetch(path, self.layout.root / path)
 
 
 def _is_state(path: str) -> bool:

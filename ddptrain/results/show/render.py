@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
+from ddptrain.protocol import events
 from ddptrain.protocol.news import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, time_text
+from ddptrain.results.metrics import LAST_BYTES, read_events
 from ddptrain.results.run_record import (
     AttemptRecord,
     FailureRecord,
@@ -43,6 +46,7 @@ _STATUS_STYLE = {
 }
 _WRAPPED = ("RESULT", "NOTE")
 _RESULT_WIDTH = 60
+_MOST_MESSAGES = 20  # of a section
 _MAX_FILES = 8  # a folder with more files is shown as one line
 _LEFT_OUT = ("RANKS", "DURATION", "STARTED (UTC)")
 _LEAST_RESULT = 12  # characters per line of a row's last cell, which may take several lines
@@ -156,6 +160,7 @@ def sections(view: RunView) -> list[Section]:
         ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
         ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
+        *event_sections(view.layout.events_jsonl),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),
         ("last metrics", [(name, number(value)) for name, value in record.numbers.items()]),
@@ -166,6 +171,18 @@ def sections(view: RunView) -> list[Section]:
     ]
     filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in all_sections)
     return [(clean(title), lines) for title, lines in filled if lines]
+
+
+def event_sections(path: Path, last_bytes: int = LAST_BYTES) -> list[Section]:
+    """Return the newest messages of events.jsonl, in the sections that the classes of the events name."""
+    kinds = {kind: cls.section for kind, cls in events.KINDS.items() if cls.section}
+    found: dict[str, list[tuple[str, str]]] = {section: [] for section in kinds.values()}
+    for line in read_events(path, kinds, last_bytes):
+        with suppress(events.EventFormatError):  # of another version, or damaged
+            fields = {"event": line["event"], **line, "time_ns": line.get("rank_time_ns", 0)}
+            event = events.decode(json.dumps(fields, separators=(",", ":")).encode())
+            found[event.section].append((f"rank {line.get('rank')}", event.shown()[0]))
+    return [(section, list(dict.fromkeys(lines))[-_MOST_MESSAGES:]) for section, lines in found.items()]
 
 
 def _git(view: RunView) -> str:

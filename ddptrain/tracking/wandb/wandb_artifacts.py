@@ -17,26 +17,9 @@ import wandb
 
 from ddptrain.tracking import items
 from ddptrain.tracking.items import link_or_copy
-from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE
 from ddptrain.tracking.wandb.wandb_run import reason_of
 
-_MAX_SAMPLES = 1 << 16  # the most values of a tensor in a histogram: it must not take much CPU time from the training
-_BINS = 64
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-def checkpoint_artifact(run_id: str, step: int, metrics: dict[str, float], files: Sequence[Path]) -> wandb.Artifact:
-    """Return the artifact of a checkpoint. The files are not copied: they must exist until they are sent."""
-    name = artifact_name(f"checkpoint_{run_id}")
-    artifact = wandb.Artifact(name, type=CHECKPOINT_TYPE, metadata={"step": step, **metrics})
-    for path in files:
-        artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
-    return artifact
-
-
-def checkpoint_aliases(step: int) -> list[str]:
-    """Return the aliases of the artifact of a checkpoint."""
-    return ["latest", f"step-{step}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +57,11 @@ class ArtifactUploads:
         folder.mkdir(parents=True)
         for path in item.folder.iterdir():
             link_or_copy(path, folder / path.name)
-        artifact = checkpoint_artifact(self._run_id, item.step, dict(item.metrics), sorted(folder.iterdir()))
-        self._add(_Upload(artifact, checkpoint_aliases(item.step), folder))
+        name = artifact_name(f"checkpoint_{self._run_id}")
+        artifact = wandb.Artifact(name, type="model", metadata={"step": item.step, **item.metrics})
+        for path in sorted(folder.iterdir()):  # not copied: they must exist until they are sent
+            artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
+        self._add(_Upload(artifact, ["latest", f"step-{item.step}"], folder))
 
     def _add(self, upload: _Upload) -> None:
         with self._changed:
@@ -162,29 +148,3 @@ def to_table_artifact(item: items.Table, max_rows: int, run_id: str, rank: int) 
 def artifact_name(text: str) -> str:
     """Return the text as a valid name of W&B, with "_" in place of other characters, at most 128 characters."""
     return _NOT_IN_NAMES.sub("_", text)[:128]
-
-
-def histograms(model: Any, watch: str) -> dict[str, wandb.Histogram]:
-    """Return histograms of a model's current values; `watch` is "parameters", "gradients" or "all".
-
-    The model is being trained meanwhile. It gets no hooks, so errors of W&B do not affect training.
-    """
-    tensors: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        if watch in {"parameters", "all"}:
-            tensors[f"parameters/{name}"] = parameter
-        if watch in {"gradients", "all"}:
-            tensors[f"gradients/{name}"] = parameter.grad
-    samples = {name: _sample(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return {
-        name: wandb.Histogram(np_histogram=np.histogram(values, bins=_BINS))
-        for name, values in samples.items()
-        if values.size
-    }
-
-
-def _sample(tensor: Any) -> Any:
-    """Return up to about 65,536 finite values of a tensor, as an array."""
-    flat = tensor.detach().flatten()
-    values = flat[:: max(1, flat.numel() // _MAX_SAMPLES)].float().cpu().numpy()
-    return values[np.isfinite(values)]

@@ -11,15 +11,13 @@ from pathlib import Path
 from ddptrain.file_ops import entries
 
 LINKS = "links.json"  # a file beside the parts: the URLs of the runs that `results sync` has sent, by their ids
-UNSENT = "unsent"  # a file in the folder of a part; its text is OPEN, ARTIFACTS, SENT or ""
+UNSENT = "unsent"  # a file in the folder of a part; its text is OPEN, SENT or ""
 OPEN = "open"  # the run has not ended, or was killed
-ARTIFACTS = "artifacts"  # `wandb sync` has sent the part; the run's checkpoints and tables are still to be logged
-SENT = "sent"  # the server has everything; the file stays, because nothing is deleted in an object store
+SENT = "sent"  # the server has everything
 SYNCED = ".wandb.synced"  # suffix of a file that wandb creates beside a log that `wandb sync` has sent
 SYNC_STATE = ".wandb.syncstate"  # suffix of a file with the step numbers of a log that was sent partly
 STATE_FILES = (f"/{UNSENT}", SYNCED, SYNC_STATE)  # suffixes of the paths of files that show whether a part was sent
 SENDING = "sending-rank-"  # prefix of a folder beside the parts: checkpoints that are being sent
-CHECKPOINT_TYPE = "model"  # type of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 _EMPTY_BYTES = 7  # the header of a log
 _SHARED = re.compile(r"-(?P<rank>rank_\d+)")
@@ -49,9 +47,7 @@ class RunPart:
     def sent(self) -> bool:
         """Whether the server has everything."""
         mark = self.mark
-        if self.log.with_suffix(SYNCED).exists():
-            return mark != ARTIFACTS
-        return mark == SENT or (mark is None and not self.offline)
+        return self.log.with_suffix(SYNCED).exists() or mark == SENT or (mark is None and not self.offline)
 
     @property
     def is_empty(self) -> bool:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import read_regular
 from ddptrain.rank.checkpoint.weights import check_workload, checkpoint_folder, load_checkpoint
-from ddptrain.workloads.petnames.alphabet import BLANK, STOP, display, foreign_characters, normalise
 from ddptrain.workloads.petnames.model import CharacterModel
-from ddptrain.workloads.petnames.sampling import sample_names
+from ddptrain.workloads.petnames.names import (
+    BLANK,
+    BLANK_ID,
+    NAMES_FILE,
+    STOP,
+    STOP_ID,
+    decode,
+    display,
+    encode,
+    foreign_characters,
+    normalise,
+)
 
-MAX_BATCH = 8192
+MAX_LENGTH = 64  # a longer name counts as not ended
+_MAX_BATCH = 8192
 _ATTEMPTS_PER_NAME = 20  # bounds the run time of a model that repeats itself
 _EXTRA_ATTEMPTS = 1000
 _LARGEST_SEED = 2**63 - 1  # of torch.Generator
@@ -56,27 +69,35 @@ def generate_names(
     """
     start = _checked_start(count, prefix, temperature, seed)
     model, checkpoint = load_model(run_dir)
-    sieve = _NameFilter(set() if keep_known else known_names(run_dir), count)
+    known = set() if keep_known else known_names(run_dir)
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
     draw = torch.Generator().manual_seed(seed)
     limit = _ATTEMPTS_PER_NAME * count + _EXTRA_ATTEMPTS
+    kept: dict[str, None] = {}
+    dropped: Counter[str] = Counter()
     attempts = 0
-    while len(sieve.kept) < count and attempts < limit:
-        n_names = min(sieve.names_to_try(attempts), MAX_BATCH, limit - attempts)
-        for name in sample_names(model, n_names, start, temperature, draw):
+    while len(kept) < count and attempts < limit:
+        share = (len(kept) + 1) / (attempts + 1) if attempts else 0.8  # of the names that are kept
+        tries = max(64, int(1.1 * (count - len(kept)) / share))
+        for sampled in sample_names(model, min(tries, _MAX_BATCH, limit - attempts), start, temperature, draw):
             attempts += 1
-            sieve.add(name)
-            if len(sieve.kept) == count:
+            name = normalise(sampled or "")
+            why = "unfinished" if not name else "known" if name in known else "repeated" if name in kept else ""
+            if why:
+                dropped[why] += 1
+            else:
+                kept[name] = None
+            if len(kept) == count:
                 break
     return Generated(
-        names=tuple(display(name) for name in sieve.kept),
+        names=tuple(display(name) for name in kept),
         checkpoint=checkpoint,
         seed=seed,
         attempts=attempts,
-        dropped_known=sieve.n_known,
-        dropped_repeated=sieve.n_repeated,
-        dropped_unfinished=sieve.n_unfinished,
-        limit_reached=len(sieve.kept) < count,
+        dropped_known=dropped["known"],
+        dropped_repeated=dropped["repeated"],
+        dropped_unfinished=dropped["unfinished"],
+        limit_reached=len(kept) < count,
     )
 
 
@@ -92,7 +113,7 @@ def load_model(run_dir: Path) -> tuple[CharacterModel, str]:
 
 def known_names(run_dir: Path) -> set[str]:
     """All names of the run's list, both training and held-out names, normalised. Raises UsageError if it has none."""
-    path = run_dir / "artifacts" / "names.json"
+    path = run_dir / "artifacts" / NAMES_FILE
     try:
         saved = json.loads(read_regular(path))
         return {normalise(name) for names in (saved["train"], saved["held_out"]) for name in names}
@@ -103,34 +124,52 @@ def known_names(run_dir: Path) -> set[str]:
         ) from error
 
 
-class _NameFilter:
-    """Keeps names that are neither known nor repeated, in order; counts the dropped ones."""
+@torch.inference_mode()
+def sample_names(
+    model: CharacterModel,
+    count: int,
+    start: str,
+    temperature: float,
+    draw: torch.Generator,
+    longest: int = MAX_LENGTH,
+) -> list[str | None]:
+    """Sample `count` names that begin with `start`, as the model writes them.
 
-    def __init__(self, known: set[str], count: int) -> None:
-        self.kept: dict[str, None] = {}
-        self.n_known = 0
-        self.n_repeated = 0
-        self.n_unfinished = 0
-        self._known = known
-        self._count = count
-
-    def add(self, name: str | None) -> None:
-        """Add a sampled name; None is a name that did not end."""
-        name = None if name is None else normalise(name)
-        if not name:
-            self.n_unfinished += 1
-        elif name in self._known:
-            self.n_known += 1
-        elif name in self.kept:
-            self.n_repeated += 1
+    None stands for a name that did not end within `longest` characters.
+    """
+    windowed = model.config.context == "window"
+    window = model.config.window if windowed else 1
+    begun = torch.tensor([BLANK_ID] * window + encode(start))
+    end = max(len(begun) + 1, window + longest)
+    texts = torch.full((count, end), BLANK_ID)
+    texts[:, : len(begun)] = begun
+    unfinished = torch.arange(count)
+    read, state = texts[:, len(begun) - window if windowed else 0 : len(begun)], None
+    for position in range(len(begun), end):
+        scores, state = model.step(read, state)
+        symbols = _draw(scores, temperature, draw, may_stop=position > window)
+        texts[unfinished, position] = symbols
+        going = symbols != STOP_ID
+        unfinished = unfinished[going]
+        if len(unfinished) == 0:
+            break
+        if windowed:  # each window is read as a whole
+            read, state = texts[unfinished, position + 1 - window : position + 1], None
         else:
-            self.kept[name] = None
+            read, state = symbols[going, None], (state[0][:, going], state[1][:, going])
+    rows = [row[window:] for row in texts.tolist()]
+    return [decode(row[: row.index(STOP_ID)]) if STOP_ID in row else None for row in rows]
 
-    def names_to_try(self, attempts: int) -> int:
-        """Return an estimate of how many samples are needed to get the missing names, from the success rate so far."""
-        missing = self._count - len(self.kept)
-        kept_share = (len(self.kept) + 1) / (attempts + 1) if attempts else 0.8
-        return max(64, int(1.1 * missing / kept_share))
+
+def _draw(scores: Tensor, temperature: float, draw: torch.Generator, *, may_stop: bool) -> Tensor:
+    """Draw the next symbol of each name, [n]: never a blank, and no stop in an empty name."""
+    scores = scores.double()
+    scores[:, BLANK_ID] = -torch.inf
+    if not may_stop:
+        scores[:, STOP_ID] = -torch.inf
+    # Relative to the largest score: a very small temperature then selects the best symbol and does not overflow.
+    chances = ((scores - scores.amax(1, keepdim=True)) / temperature).softmax(1)
+    return chances.multinomial(1, generator=draw).squeeze(1)
 
 
 def _checked_start(count: int, prefix: str, temperature: float, seed: int | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.petnames.alphabet import BLANK_ID, SYMBOLS
+from ddptrain.workloads.petnames.names import SYMBOLS
 from ddptrain.workloads.petnames.params import PetnamesParams
 
 State = tuple[Tensor, Tensor]
@@ -86,39 +86,26 @@ class CharacterModel(nn.Module):
         with torch.device("meta"):
             return cls(ModelConfig.restored(stored))
 
-    def forward(self, symbols: Tensor) -> Tensor:
-        """Return logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows."""
-        with _lstm_precision(symbols.device):
-            hidden, _ = self.lstm(self._enter(symbols))
-        if self.config.context == "window":
-            hidden = hidden[:, -1:]
+    def forward(self, symbols: Tensor, lengths: Tensor) -> Tensor:
+        """Return the logits [m, 31] of the m targets of a batch, in the order of NameDataset.batch.
+
+        symbols [n, t] and lengths [n], on the CPU, the longest first: with full context there is a target after each
+        symbol of a row, with a window after the last one.
+        """
+        rows = pack_padded_sequence(self._enter(symbols), lengths, batch_first=True)
+        with torch.autocast("cpu", enabled=False):  # oneDNN's LSTM in half precision fails on many CPUs
+            output, (state, _) = self.lstm(rows)
+        hidden = output.data if self.config.context == "full" else state[-1]
         scores: Tensor = self.linear(self.output_dropout(hidden))
         return scores
 
     def step(self, symbols: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Return logits [n, 31] and the new state after one more symbol per row, [n]; state None is the initial one."""
-        hidden, state = self.lstm(self._enter(symbols[:, None]), state)
-        return self.linear(hidden[:, 0]), state
+        """Read further symbols [n, t] of n texts; return the logits [n, 31] of the next symbol, and the new state."""
+        hidden, state = self.lstm(self._enter(symbols), state)
+        return self.linear(hidden[:, -1]), state
 
     def _enter(self, symbols: Tensor) -> Tensor:
         if self.embedding is not None:
             embedded: Tensor = self.embedding(symbols.int())
             return embedded
         return functional.one_hot(symbols.long(), len(SYMBOLS)).to(self.linear.weight.dtype)
-
-
-def _lstm_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Autocast runs an LSTM with oneDNN, which fails on CPUs without instructions for the type: then it is in fp32."""
-    if device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
-        return contextlib.nullcontext()
-    is_bf16 = torch.get_autocast_dtype("cpu") is torch.bfloat16
-    operators = torch.ops.mkldnn
-    is_supported = operators._is_mkldnn_bf16_supported() if is_bf16 else operators._is_mkldnn_fp16_supported()  # noqa: SLF001
-    return contextlib.nullcontext() if is_supported else torch.autocast("cpu", enabled=False)
-
-
-def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the negative log likelihood in nats, summed over all targets that are not BLANK."""
-    return functional.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=BLANK_ID, reduction="sum"
-    )

@@ -1,24 +1,62 @@
-"""Reads, cleans and splits the list of names. The result is the same on every rank."""
+"""Pet names: the alphabet, and the list, which is read, cleaned and split equally on every rank. Without torch."""
 
 from __future__ import annotations
 
 import importlib.resources
 import json
 import random
+import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import read_regular, write_atomic
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import StoreError, fetch
-from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
+from ddptrain.storage.sources import fetch
+from ddptrain.storage.store import StoreError
+from ddptrain.workloads.held_out import HeldOut, digest_of
 from ddptrain.workloads.petnames.params import PetnamesParams
 
+NAMES_FILE = "names.json"  # in artifacts/ of a run, and in the inputs of an evaluation
 MAX_SOURCE_BYTES = 256 * 2**20  # lists of names are small: a larger file is the wrong one
-_EXAMPLES = 3
+
+BLANK = "*"  # before the first character, and as padding; never a target
+STOP = "+"  # after the last character
+SYMBOLS = BLANK + STOP + string.ascii_lowercase + "-. "
+BLANK_ID = SYMBOLS.index(BLANK)
+STOP_ID = SYMBOLS.index(STOP)
+
+_IDS = {symbol: number for number, symbol in enumerate(SYMBOLS)}
+_NAME_CHARACTERS = frozenset(SYMBOLS) - {BLANK, STOP}
+
+
+def normalise(text: str) -> str:
+    """Return the form in which names are compared and trained on: lower case, single spaces, no spaces at the ends."""
+    return " ".join(text.lower().split())
+
+
+def foreign_characters(text: str) -> str:
+    """Return the characters of `text` that are not in the alphabet, each once, in order of appearance."""
+    return "".join(dict.fromkeys(c for c in text if c not in _NAME_CHARACTERS))
+
+
+def encode(text: str) -> list[int]:
+    """Return the numbers (0 to 30) of the symbols of `text`. Raises KeyError if a symbol is not in the alphabet."""
+    return [_IDS[symbol] for symbol in text]
+
+
+def decode(numbers: Sequence[int]) -> str:
+    """Return the inverse of `encode`."""
+    return "".join(SYMBOLS[number] for number in numbers)
+
+
+def display(name: str) -> str:
+    """Return the name with capital letters, as users see it: "mr. whiskers" becomes "Mr. Whiskers"."""
+    return name.title()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +157,48 @@ def split_names(names: Sequence[str], val_fraction: float, seed: int) -> Split:
     return Split(tuple(name for name in names if name not in held_out), tuple(sorted(held_out)))
 
 
+def prepare(request: Mapping[str, Any], folder: Path, tell: Callable[[str], None]) -> None:
+    """Write the names of the run `request["run"]`, or of the source `request["data"]`, into `folder`.
+
+    Raises UsageError if there are none, or they cannot be read.
+    """
+    if request["data"]:
+        params = PetnamesParams.model_validate_json(json.dumps(request["params"]), strict=True)
+        entries: Sequence[object] = load_names(params.model_copy(update={"names": request["data"]})).names
+    else:
+        entries = _held_out_by(Path(request["run"]))
+    names = sorted(clean_names(entries, max_length=1000).names)
+    if not names:
+        raise UsageError(
+            f"{Path(request['run']).name} held out no names (params.val_fraction): name a list of names with --data, "
+            "or train with params.val_fraction above 0"
+        )
+    write_atomic(folder / NAMES_FILE, json.dumps(names).encode())
+    HeldOut(digest_of({"names": names}), len(names), "names").write(folder)
+    tell(f"{len(names):,} names to evaluate on")
+
+
+def _held_out_by(run_dir: Path) -> Sequence[object]:
+    path = run_dir / "artifacts" / NAMES_FILE
+    try:
+        entries = json.loads(read_regular(path))["held_out"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"can't read the names that {run_dir.name} held out: {path}: {type(error).__name__}: {error}; "
+            "name others with --data"
+        ) from error
+    return entries if isinstance(entries, list) else []
+
+
+def read_names(folder: Path) -> list[str]:
+    """Return the names that `prepare` has written."""
+    return [str(name) for name in json.loads((folder / NAMES_FILE).read_bytes())]
+
+
 def _left_out(names: Sequence[str], why: str) -> str:
     if not names:
         return ""
-    examples = ", ".join(ascii(name[:40]) for name, _ in Counter(names).most_common(_EXAMPLES))
+    examples = ", ".join(ascii(name[:40]) for name, _ in Counter(names).most_common(3))
     return f"{len(names):,} {why} (such as {examples})"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_pa
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
         writer.update(attempts=(AttemptRecord(),))
-        telling = Recorder(writer, heard)
+        telling = Recorder(writer, [heard])
         telling.fault(Fault(0, FaultKind.EXCEPTION, 1, "no", type="ValueError"))
         telling.training((RankRecord(rank=0, host="here"),))
         assert writer.record.attempts[0].ranks[0].host == "here"
@@ -45,7 +45,7 @@ def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_pa
 def test_the_time_of_activities_is_in_the_events_alone(tmp_path: Path) -> None:
     heard = Heard()
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
-        Recorder(writer, heard).rank_event(0, events.Timed(2_500_000_000, "evaluation", 1.5))
+        Recorder(writer, [heard]).rank_event(0, events.Timed(2_500_000_000, "evaluation", 1.5))
         (line,) = writer.layout.events_jsonl.read_text().splitlines()
     expected = {"event": "timed", "time_s": 2.5, "rank": 0, "activity": "evaluation", "seconds": 1.5}
     assert json.loads(line) == expected and heard.lines == []
@@ -79,17 +79,18 @@ def test_metric_that_no_checkpoint_has_is_told(
 def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_there_are(tmp_path: Path) -> None:
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
-        telling = Recorder(writer, heard, "accuracy")
+        telling = Recorder(writer, [heard], "accuracy")
         telling.rank_numbers(1, [events.Metrics(1, {"train/loss": 1.0, "lr": 0.1})])
         for step in (5, 10):
             telling.rank_event(0, saved(step, 1.0, loss=1.0, Accuracy=0.5))
         (line,) = heard.lines
         assert line.startswith("checkpoint.metric is accuracy, and the checkpoint of step 5 has no such metric: ")
         assert "Given to ctx.checkpoint: Accuracy, loss; logged with ctx.log: lr, train/loss. Did you mean Accu" in line
-        quiet = Recorder(writer, cast("Any", Heard()), "loss")
-        quiet.rank_event(0, saved(5, 1.0, loss=1.0))
-        quiet.rank_event(0, saved(6, 1.0))
-        assert cast("Any", quiet.display).lines == []
+        quiet = Heard()
+        recorder = Recorder(writer, [quiet], "loss")
+        recorder.rank_event(0, saved(5, 1.0, loss=1.0))
+        recorder.rank_event(0, saved(6, 1.0))
+        assert quiet.lines == []
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_the_first_rank_of_a_resumed_run_tells_once_that_its_versions_are_others
     started = events.Started(1, 1, "here", versions={"torch": "2.0", "python": writer.record.versions["python"]})
     with RunWriter.reopen(writer.layout.root, "") as again:
         for rank in (1, 0, 0):
-            Recorder(again, heard).rank_event(rank, started)
+            Recorder(again, [heard]).rank_event(rank, started)
     assert [line for line in heard.lines if "torch" in line] == [
         "the run was trained with torch 1.0 so far and continues with torch 2.0: results may differ"
     ]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,6 @@ from ddptrain.rank.agreement import Agreement, PreemptedExit
 from ddptrain.rank.context import RankContext
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.warmup import import_everything
-from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
 from tests.unit.specs import make_spec
 
@@ -72,22 +71,6 @@ class WatchedContext(RankContext):
             (self._folder / "staging-0" / saved.staging).rename(self._folder / "checkpoint")
         dist.barrier()
         self._events.close()
-
-
-def record_rows(trainer: type[workload.NamesTrainer], seeds: set[int]) -> list[list[int]]:
-    """Every part of every share that counts, in order, as the trainer takes it; and the seeds of their dropout."""
-    taken: list[list[int]] = []
-    parts = trainer._parts
-
-    def recording(self: workload.NamesTrainer, share: RankShare) -> Iterator[tuple[torch.Tensor, float, bool]]:
-        for index, weight, is_last in parts(self, share):
-            seeds.add(torch.initial_seed())
-            if weight:
-                taken.append(index.tolist())
-            yield index, weight, is_last
-
-    trainer._parts = recording  # type: ignore[method-assign]
-    return taken
 
 
 def join(root: Path, rank: int, world_size: int) -> int:
@@ -164,15 +147,13 @@ def _be_rank(rank: int, output: Path, take_part: Callable[[int], None]) -> NoRet
         os._exit(code)
 
 
-def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]], seeds: set[int]) -> None:
+def run_cases(root: Path, rank: int, world_size: int) -> None:
     """All cases, in a group of that size."""
     port = join(root, rank, world_size)
     for number, case in enumerate(json.loads((root / "cases.json").read_text())):
         folder = root / f"world-{world_size}" / f"case-{number}"
         folder.mkdir(parents=True, exist_ok=True)
         resume_from = str(folder.parent / case["resume_from"]) if "resume_from" in case else ""
-        taken.clear()
-        seeds.clear()
         spec = make_spec(
             attempt=number + 1,
             rank=rank,
@@ -188,12 +169,10 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]], se
         with contextlib.suppress(PreemptedExit):
             workload.train(ctx, **case["params"])
         ctx.hand_over()
-        seen = {"rows": taken, "logged": ctx.logged, "progressed": ctx.progressed, "seeds": [*seeds]}
+        seen = {"logged": ctx.logged, "progressed": ctx.progressed}
         (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    seeds_seen: set[int] = set()
-    rows_taken = record_rows(workload.NamesTrainer, seeds_seen)
-    run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, rows_taken, seeds_seen))
+    run_groups(run_cases)

@@ -20,7 +20,7 @@ from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
 from ddptrain.workloads.images.model.saved_classifier import SavedConfig
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.petnames import held_out as names
+from ddptrain.workloads.petnames import names
 from tests.unit.workloads.images_runs import description, picture
 
 # --- data shards ---
@@ -146,12 +146,12 @@ def test_names_of_another_source_are_all_used(tmp_path: Path) -> None:
 )
 def test_run_without_held_out_names_is_an_error(held_out: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{message}.*--data"):
-        names.held_out_names(run_with_names(tmp_path / "run", held_out))
+        prepared(names, tmp_path / "a", run=str(run_with_names(tmp_path / "run", held_out)))
 
 
 def test_run_without_a_list_of_names_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"can't read the names.*--data"):
-        names.held_out_names(tmp_path)
+        prepared(names, tmp_path / "a", run=str(tmp_path))
 
 
 # --- Images ---

@@ -23,13 +23,12 @@ from ddptrain.workloads.images.loader.bad_images import TooManyBadImages
 from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.validation import evaluate as evaluate_model
 from ddptrain.workloads.images.validation import share_buffers
-from ddptrain.workloads.petnames import evaluate as names_evaluation
 from ddptrain.workloads.petnames import train as names_training
-from ddptrain.workloads.petnames.alphabet import STOP_ID
-from ddptrain.workloads.petnames.data import make_rows
+from ddptrain.workloads.petnames.data import NameDataset
+from ddptrain.workloads.petnames.generate import sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.names import STOP_ID
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.petnames.sampling import sample_names
 from tests.unit.workloads.images_runs import description, make_run, model_of_colours, picture
 from tests.unit.workloads.test_petnames_generate import save_checkpoint
 
@@ -51,6 +50,9 @@ class Context(SimpleNamespace):
 
     def progress(self, done: float, *, unit: str) -> None:
         self.progressed.append((done, unit))
+
+    def mean(self, value: float, weight: float) -> float:
+        return value
 
 
 def saved(path: Path, **fields: Any) -> SavedCheckpoint:
@@ -77,51 +79,42 @@ def test_names_are_scored_for_each_character_and_stop(
     folder = save_checkpoint(tmp_path, half_stops(**params))
     (tmp_path / "names.json").write_text(json.dumps(["ada", "bo"]))
     ctx: Any = Context(tmp_path)
-    scores = names_evaluation.evaluate(ctx, saved(folder))
+    scores = names_training.evaluate(ctx, saved(folder))
     assert scores == {"val/loss": pytest.approx(3.1225739, rel=1e-6)}  # 5 ln 60 + 2 ln 2, of 7
     n_rows = 2 if params == {"context": "full"} else 7
     assert ctx.progressed == [(number, "batches") for number in range(1, n_rows + 1)]
     with pytest.raises(UsageError, match="no names to evaluate on"):
-        names_evaluation.evaluate(Context(None), saved(folder))  # type: ignore[arg-type]
+        names_training.evaluate(Context(None), saved(folder))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("params", [{"context": "full"}, {"window": 2}])
-@pytest.mark.parametrize(
-    ("start", "temperature", "longest", "names"),
-    [
-        ("b.", 1.0, 64, ["b.", "b.n", "b.", "b.zo", "b.z", "b.c"]),
-        ("b.", 0.5, 64, ["b."] * 6),
-        ("b.", 2.0, 64, ["b.kiygjlq", "b.tuiicgl.", "b.", "b..", "b..k", "b.nanscafl"]),
-        ("", 1.0, 3, ["n", "vo", "b", ".", ".", "pu"]),  # none is empty
-        ("abc", 1.0, 3, ["abc", None, "abc", None, None, None]),
-    ],
-)
-def test_names_are_drawn_from_the_probabilities_of_the_model(
-    start: str, temperature: float, longest: int, names: list[str | None], params: Any
-) -> None:
+def test_names_are_drawn_from_the_probabilities_of_the_model(params: Any) -> None:
     draw = torch.Generator().manual_seed(4)
-    assert sample_names(half_stops(**params), 6, start, temperature, draw, longest) == names
+    names = sample_names(half_stops(**params), 400, "b.", 1.0, draw)
+    assert 0.4 < names.count("b.") / 400 < 0.6 and all(name and name.startswith("b.") for name in names)
+    colder = sample_names(half_stops(**params), 400, "b.", 0.5, draw)
+    assert colder.count("b.") > 380  # 900 : 30
+    assert "" not in sample_names(half_stops(**params), 400, "", 1.0, draw)
+    assert set(sample_names(half_stops(**params), 100, "abc", 1.0, draw, 3)) == {"abc", None}
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "part"),
+    ("rank", "world_size", "mean", "count"),
     [
-        (0, 1, 2.960612),  # (6 ln 60 + 3 ln 2) / 9
-        (0, 2, 1.973741),  # "c" and "ada", the shortest and the longest: 4 ln 60 + 2 ln 2
-        (1, 2, 0.986871),  # "bo": 2 ln 60 + ln 2
-        (3, 4, 0.0),
+        (0, 1, 2.960612, 9),  # (6 ln 60 + 3 ln 2) / 9
+        (0, 2, 1.973741 * 9 / 6, 6),  # "c" and "ada", the shortest and the longest: 4 ln 60 + 2 ln 2
+        (1, 2, 0.986871 * 9 / 3, 3),  # "bo": 2 ln 60 + ln 2
+        (3, 4, 0.0, 0),
     ],
 )
-def test_each_rank_scores_every_nth_name_by_length(
-    rank: int, world_size: int, part: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda total: None)
-    rows = make_rows(["ada", "bo", "c"], "full", 8, CPU)
-    seen: list[int] = []
+def test_each_rank_scores_every_nth_name_by_length(rank: int, world_size: int, mean: float, count: int) -> None:
+    given: list[Any] = []
+    ctx: Any = SimpleNamespace(rank=rank, world_size=world_size, device=CPU, mean=lambda *of: given.append(of))
     model = half_stops(context="full", output_dropout=0.9).train()  # which must be off
-    score = names_training.mean_nll(model, rows, rank, world_size, lambda: seen.append(1))
-    assert score == pytest.approx(part, rel=1e-5)
-    assert len(seen) == (part > 0) and model.training
+    seen: list[int] = []
+    names_training.mean_loss(ctx, model, NameDataset(["ada", "bo", "c"], "full", 8), lambda: seen.append(1))
+    assert given == [(pytest.approx(mean, rel=1e-5), count)]
+    assert len(seen) == (count > 0) and model.training
 
 
 # --- Images ---

@@ -7,110 +7,45 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import names as source_of_names
-from ddptrain.workloads.petnames.alphabet import SYMBOLS, decode, display, encode, foreign_characters, normalise
-from ddptrain.workloads.petnames.data import make_rows, plan_epoch
-from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
-from ddptrain.workloads.petnames.names import check, clean_names, load_names, split_names
+from ddptrain.workloads.petnames.data import NameDataset
+from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.names import (
+    SYMBOLS,
+    check,
+    clean_names,
+    decode,
+    display,
+    encode,
+    foreign_characters,
+    load_names,
+    normalise,
+    split_names,
+)
 from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.train import learning_rate_factor
 
 # --- petnames data ---
 
 
-CPU = torch.device("cpu")
-NAMES = load_names(PetnamesParams()).names[::20]
+def test_a_window_has_the_symbols_before_each_character_and_the_stop() -> None:
+    windows = NameDataset(["ada"], "window", 3)
+    symbols, lengths, targets = windows.batch(torch.arange(4))
+    assert [decode(row) for row in symbols.tolist()] == ["***", "**a", "*ad", "ada"]
+    assert (lengths.tolist(), decode(targets.tolist())) == ([3, 3, 3, 3], "ada+")
 
 
-def test_windows_hold_the_symbols_before_each_character_and_the_stop() -> None:
-    rows = make_rows(["ada"], "window", 3, CPU)
-    assert [decode(row) for row in rows.symbols.tolist()] == ["***a", "**ad", "*ada", "ada+"]
-    assert rows.lengths.tolist() == [3, 3, 3, 3]
-
-
-def test_names_are_padded_and_padding_is_no_target() -> None:
-    rows = make_rows(["ada", "bo"], "full", 8, CPU)
-    assert [decode(row) for row in rows.symbols.tolist()] == ["*ada+", "*bo+*"]
-    assert rows.n_targets.tolist() == [4, 3]
-
-
-def test_rows_are_bytes() -> None:
-    assert make_rows(NAMES, "window", 8, CPU).symbols.dtype == torch.uint8
-
-
-def test_a_batch_is_cut_to_its_longest_row() -> None:
-    names = make_rows(["ada", "bo"], "full", 8, CPU)
-    inputs, targets = names.batch(torch.tensor([1]))
-    assert (decode(inputs[0].tolist()), decode(targets[0].tolist())) == ("*bo", "bo+")
-    windows = make_rows(["ada"], "window", 8, CPU)
-    inputs, targets = windows.batch(torch.tensor([0, 2]))
-    assert [decode(row) for row in inputs.tolist()] == ["********", "******ad"] and decode(
-        targets[:, 0].tolist()
-    ) == "aa"
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["window", "full"]),
-    st.integers(1, len(NAMES)),
-    st.integers(1, 40),
-    st.integers(1, 9),
-    st.integers(0, 3),
-)
-def test_ranks_take_every_row_once_in_as_many_steps(
-    context: str, n_names: int, batch_size: int, world_size: int, epoch: int
-) -> None:
-    rows = make_rows(NAMES[:n_names], context, 8, CPU)
-    plans = [plan_epoch(rows, batch_size, world_size, rank, 0, epoch) for rank in range(world_size)]
-    taken = [row for plan in plans for share in plan for row in share.index.tolist()]
-    assert sorted(taken) == list(range(len(rows)))
-    for shares in zip(*plans, strict=True):
-        sizes = [len(share.index) for share in shares]
-        assert max(sizes) - min(sizes) <= 1 and max(sizes) <= batch_size
-        targets = sum(int(rows.n_targets[share.index].sum()) for share in shares)
-        assert {share.total for share in shares} == {targets}
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_other_ranks_go_on_with_the_rows_that_were_not_taken(context: str) -> None:
-    rows = make_rows(NAMES, context, 8, CPU)
-    taken: list[list[int]] = []
-    seen: list[int] = []
-    for world_size, steps in ((3, 2), (2, 3), (2, 1), (4, None)):
-        plans = [plan_epoch(rows, 3, world_size, rank, 0, 1, taken) for rank in range(world_size)]
-        seen += [row for plan in plans for share in plan[:steps] for row in share.index.tolist()]
-        taken.append([world_size, steps or 0])
-    assert sorted(seen) == list(range(len(rows)))
-    assert plan_epoch(rows, 3, 2, 0, 0, 1, [[1, len(rows)]]) == []
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_the_order_is_another_in_each_epoch_and_the_same_for_a_seed(context: str) -> None:
-    rows = make_rows(NAMES, context, 8, CPU)
-
-    def order(seed: int, epoch: int) -> list[list[int]]:
-        return [share.index.tolist() for share in plan_epoch(rows, 10, 2, 0, seed, epoch)]
-
-    assert order(1, 1) == order(1, 1)
-    assert order(1, 1) != order(1, 2)
-    assert order(1, 1) != order(2, 1)
-
-
-def test_plan_of_an_epoch_stays_as_runs_that_are_resumed_have_begun_it() -> None:
-    rows = make_rows([chr(97 + n) * (1 + n % 5) for n in range(20)], "full", 8, CPU)
-    (order,) = zip(*(share.index.tolist() for share in plan_epoch(rows, 1, 1, 0, 2, 3)), strict=True)
-    assert order == (19, 3, 0, 4, 9, 12, 16, 14, 5, 17, 11, 15, 2, 8, 13, 6, 1, 18, 7, 10)
-
-
-def test_batches_of_names_need_little_padding() -> None:
-    names = load_names(PetnamesParams()).names
-    rows = make_rows(names, "full", 8, CPU)
-    read = sum(rows.batch(share.index)[0].numel() for share in plan_epoch(rows, 64, 1, 0, 0, 1))
-    assert read < 1.3 * int(rows.n_targets.sum())
+def test_a_batch_of_names_is_cut_to_the_longest_and_padding_is_no_target() -> None:
+    names = NameDataset(["bo", "ada", "whiskers"], "full", 8)
+    symbols, lengths, targets = names.batch(torch.tensor([0, 1]))
+    assert [decode(row) for row in symbols.tolist()] == ["*ada", "*bo+"]
+    assert (lengths.tolist(), decode(targets.tolist())) == ([4, 3], "abdoa++")
+    assert names.symbols.dtype == torch.uint8
 
 
 # --- petnames model ---
@@ -142,15 +77,13 @@ def test_default_training_is_the_tutorials() -> None:
 
 @pytest.mark.parametrize("entry", ["one_hot", "embedding"])
 def test_padding_changes_neither_the_loss_of_a_name_nor_of_its_neighbour(entry: str) -> None:
-    model = small_model(context="full", input=entry)
-    rows = make_rows(["ada", "mr. whiskers"], "full", 8, CPU)
-    together = summed_nll(*scored(model, rows.batch(torch.tensor([0, 1]))))
-    apart = sum(summed_nll(*scored(model, rows.batch(torch.tensor([i])))) for i in range(2))
-    torch.testing.assert_close(together, apart)
+    model, names = small_model(context="full", input=entry), NameDataset(["ada", "mr. whiskers"], "full", 8)
 
+    def loss(*index: int) -> torch.Tensor:
+        symbols, lengths, targets = names.batch(torch.tensor(index))
+        return cross_entropy(model(symbols, lengths), targets, reduction="sum")
 
-def scored(model: CharacterModel, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return model(batch[0]), batch[1]
+    torch.testing.assert_close(loss(0, 1), loss(0) + loss(1))
 
 
 def test_one_layer_with_dropout_gives_no_warning() -> None:
@@ -204,7 +137,7 @@ def test_wrong_parameters_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_one_cycle_rises_to_the_highest_rate_and_falls_to_nothing() -> None:
-    factors = [learning_rate_factor("one_cycle", step, 100) for step in range(101)]
+    factors = [learning_rate_factor("one_cycle", step / 100) for step in range(101)]
     assert factors[0] == pytest.approx(0.04)
     assert factors[30] == pytest.approx(1.0)
     assert factors[100] == pytest.approx(0.0)
@@ -212,8 +145,8 @@ def test_one_cycle_rises_to_the_highest_rate_and_falls_to_nothing() -> None:
 
 
 def test_the_other_schedules_fall_or_stay() -> None:
-    assert [learning_rate_factor("cosine", step, 2) for step in range(3)] == pytest.approx([1.0, 0.5, 0.0])
-    assert {learning_rate_factor("constant", step, 5) for step in range(5)} == {1.0}
+    assert [learning_rate_factor("cosine", step / 2) for step in range(3)] == pytest.approx([1.0, 0.5, 0.0])
+    assert {learning_rate_factor("constant", step / 5) for step in range(5)} == {1.0}
 
 
 # --- petnames names ---

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,14 +11,13 @@ from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import train as workload
-from ddptrain.workloads.petnames.alphabet import STOP_ID, decode, encode
-from ddptrain.workloads.petnames.generate import generate_names
+from ddptrain.workloads.petnames.generate import MAX_LENGTH, generate_names, sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.names import STOP_ID, Split, decode, encode
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.petnames.sampling import MAX_LENGTH, sample_names
 
 if TYPE_CHECKING:
-    from ddptrain.rank.context import RankContext
+    pass
 
 
 def untrained(context: str, stop_bias: float = 1.0) -> CharacterModel:
@@ -93,14 +92,15 @@ def test_a_name_that_never_ends_is_given_up(tmp_path: Path) -> None:
     assert names == [None] * 3
 
 
-def test_examples_of_a_run_are_a_table_of_distinct_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_a_run_are_a_table_of_distinct_names() -> None:
     logged: list[tuple[Any, ...]] = []
-    ctx = SimpleNamespace(log_table=lambda *args, step: logged.append((*args, step)))
-    monkeypatch.setattr(workload, "sample_names", lambda *_: ["rex", None, "mo b", "rex", " "])
+    ctx: Any = SimpleNamespace(log_table=lambda *args, step: logged.append((*args, step)))
     model = untrained("full").train()
     before = torch.get_rng_state()
-    workload.log_generated_names(cast("RankContext", ctx), model, {"rex"}, 5, 1, 7)
-    assert logged == [("generated_names", ("name", "is_known"), [("Rex", True), ("Mo B", False)], 7)]
+    workload.log_examples(ctx, model, Split(("rex",), ()), 1, 7)
+    ((name, columns, rows, step),) = logged
+    assert (name, columns, step) == ("generated_names", ("name", "is_known"), 7)
+    assert rows and len({text for text, _ in rows}) == len(rows) and not any(known for _, known in rows)
     assert model.training and torch.equal(torch.get_rng_state(), before)
 
 
@@ -124,7 +124,7 @@ def test_symbols_are_those_that_the_model_finds_likely_after_the_name_so_far(con
     while len(text) < 12 and not text.endswith("+"):
         read = text.rjust(8, "*")[-8:] if context == "window" else f"*{text}"
         with torch.inference_mode():
-            scores = model(torch.tensor([encode(read)]))[0, -1]
+            scores = model(torch.tensor([encode(read)]), torch.tensor([len(read)]))[-1]
         text += decode([1 + int(scores[1:].argmax())])
     assert name == (text.removesuffix("+") if text.endswith("+") else None)
 

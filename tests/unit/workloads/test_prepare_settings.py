@@ -20,7 +20,7 @@ from ddptrain.workloads.images import train as images
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.model import build_model
 from ddptrain.workloads.petnames import train as petnames
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 Train = Callable[..., tuple[dict[str, Tensor], list[int]]]
 
@@ -48,7 +48,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "names.txt").write_text(
-        "\n".join(f"{first}{last}" for first in "abcdefgh" for last in ("na", "x", "on"))
+        "\n".join(f"{first}{last}" for first in "abcdefgh" for last in ("na", "xy", "on"))
     )
     small = {"hidden_size": 8, "layers": 1, "context": "full", "val_fraction": 0.0, "epochs": 2, "dropout": 0.0}
     return {**small, "names": str(tmp_path / "names.txt"), "learning_rate": 0.01, "grad_clip": 0.5}

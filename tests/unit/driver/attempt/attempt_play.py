@@ -51,10 +51,9 @@ class Play:
             running(rank, f"h{rank // 2 if two_a_host else rank}", spec=fields, submitted_at=0.0)
             for rank in range(world_size)
         ]
-        limits = Watchdog(hang_timeout_s, START_TIMEOUT_S), START_TIMEOUT_S, LOST_AFTER_S
-        self.display = self
         fake = cast(Any, self)
-        self.attempt = Attempt(ranks, fake, fake, fake, fake, *limits, self.moment())
+        watchdog = Watchdog(hang_timeout_s, START_TIMEOUT_S)
+        self.attempt = Attempt(ranks, fake, fake, fake, fake, watchdog, self.moment())
         self.attempt.begin(self.moment())
 
     # --- what the attempt acts through ---

@@ -16,8 +16,7 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver import inbox as messages
-from ddptrain.driver.attempt import Attempt
-from ddptrain.driver.attempts import AttemptLoop, now
+from ddptrain.driver.attempt import Attempt, AttemptLoop, now
 from ddptrain.driver.display.display import Display, open_display
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.watchdog import new_watchdog
@@ -113,12 +112,12 @@ def attempt_of(
         place = RankPlace(
             rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, shared
         )
-        ranks.append(Rank(make_spec(rank=rank, world_size=count), place))
+        ranks.append(Rank(make_spec(rank=rank, world_size=count, lost_after_s=lost_after_s), place))
     workers = cast(Any, group(inbox, folder))
     logs = [writer.layout.log(rank) for rank in range(count)]
     output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
-    limits = new_watchdog("auto", 60.0), 60.0, lost_after_s
-    attempt = Attempt(ranks, workers, output, cast(Any, transfer), Recorder(writer, display), *limits, now())
+    recorder, watchdog = Recorder(writer, [display]), new_watchdog("auto", 60.0)
+    attempt = Attempt(ranks, workers, output, cast(Any, transfer), recorder, watchdog, now())
     return AttemptLoop(attempt, inbox, lambda: None)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.display.summary import evaluation_lines, finished_event, last_event, summary_lines
+from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
 from ddptrain.errors import ExitCode
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.layout import RunLayout
@@ -96,15 +96,13 @@ def test_evaluation_ends_with_one_line(tmp_path: Path, ranks: int, on: str) -> N
     assert told == [f"evaluation succeeded after 1.3 s{on}"]
 
 
-def test_last_event_has_the_end_and_where_the_time_went_which_run_json_has_too(tmp_path: Path) -> None:
+def test_last_event_has_the_end(tmp_path: Path) -> None:
     failure = FailureRecord(1, "h1", "exception", "ValueError", "no", "trace", "log")
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         writer.update(best=BestRecord("acc", "max", 0.5, 7), result=[1])
         writer.finish(RunStatus.FAILED, ExitCode.HANG, failure)
         writer.update(duration_s=12.34567)
-        event = last_event(writer)
-        assert event["time_use_s"] == dict(writer.record.time_use_s) and event["goodput"] == writer.record.goodput
-        assert event.keys() >= {"time_use_s", "goodput"} and len(event["time_use_s"]) > 2
+        event = finished_event(RunView(writer.layout, writer.record))
     del event["time_use_s"], event["goodput"]
     assert event == {
         "event": "run_finished",

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks
-from ddptrain.driver.failure.hang import ANSWERS_S, Inquiry, RankReport, diagnose
-from ddptrain.driver.failure.watchdog import Hang, Stage, Watchdog
-from ddptrain.driver.ranks import Activity, Rank
+from ddptrain.driver.failure.hang import ANSWERS_S, Inquiry, diagnose
+from ddptrain.driver.failure.watchdog import Hang, Watchdog
+from ddptrain.driver.ranks import Activity, Rank, Signs
 from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in
 from tests.unit.driver.attempt.ranks import running
@@ -33,14 +33,23 @@ BACKWARD = (
 LOADING = ("/home/u/train.py:41 load_batch", "/home/u/train.py:9 main")
 
 
-def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> RankReport:
-    stacks = events.Stacks(1, frames, sequence, more.pop("state", ""), pending=more.pop("pending", ""))
-    return RankReport(rank, more.pop("idle_s", 10.0), stacks, **more)
+def silent(rank: int, idle_s: float = 10.0, *, timed_out: bool = False, started: bool = True, **more: Any) -> Rank:
+    """A rank that has not answered. Fields of Signs are those of the rank's signs."""
+    signs = {name: more.pop(name) for name in ("silent_s", "uses", "works") if name in more}
+    fault = Fault(rank, FaultKind.EXCEPTION, 1, "timed out", victim=True, timed_out=True) if timed_out else None
+    known = {"started": events.Started(1, 7, "h") if started else None, "entered": True, **more}
+    return running(rank, fault=fault, signs=Signs(idle_s=idle_s, **signs), **known)
 
 
-def missing(reports: list[RankReport], limit_s: float | None, time_ns: int) -> Fault:
+def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> Rank:
+    """A rank with this stack."""
+    about = {name: more.pop(name) for name in ("state", "pending", "handles") if name in more}
+    return silent(rank, stacks=events.Stacks(1, frames, sequence, **about), **more)
+
+
+def missing(ranks: list[Rank], limit_s: float | None, time_ns: int) -> Fault:
     """The fault of ranks that do no work."""
-    fault = diagnose(reports, limit_s, {}, time_ns)
+    fault = diagnose(ranks, limit_s, time_ns)
     assert fault is not None
     return fault
 
@@ -72,7 +81,7 @@ def test_wait_is_known_by_its_innermost_frames(frames: tuple[str, ...], operatio
 
 def test_a_rank_that_hangs_in_its_clean_up_is_named_with_the_exception_before() -> None:
     waiting = report(0, ALL_REDUCE)
-    cleaning = RankReport(1, 10.0, events.Stacks(1, LOADING, handles="ValueError: sample 4711"))
+    cleaning = report(1, LOADING, handles="ValueError: sample 4711")
     found = missing([waiting, cleaning], 60.0, 1)
     assert (found.rank, found.kind) == (1, FaultKind.HANG)
     assert "in all_reduce; it is in an except or finally block after ValueError: sample 4711 (stacks: " in found.message
@@ -104,7 +113,7 @@ def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing()
 
 
 def test_rank_that_says_nothing_at_all_is_missing() -> None:
-    fault = missing([report(0, ALL_REDUCE, 3), RankReport(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 3), silent(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
     assert fault.rank == 1
     assert "its place in the code is not known while rank 0, 2 wait for it" in fault.message
 
@@ -114,7 +123,7 @@ def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() 
 
 
 def test_rank_that_did_not_start_comes_before_one_that_did() -> None:
-    fault = missing([report(0, LOADING, entered=False), RankReport(1, 9.0, started=False, entered=False)], 60.0, 5)
+    fault = missing([report(0, LOADING, entered=False), silent(1, 9.0, started=False, entered=False)], 60.0, 5)
     assert fault.rank == 1
     assert fault.message.startswith("did not start within 60 s")
 
@@ -130,7 +139,7 @@ PENDING = events.Stacks(1, LOADING, 7, pending="all_reduce")
 
 
 def test_rank_that_waited_in_vain_is_not_missing_although_the_others_wait_as_well() -> None:
-    ended = RankReport(0, 99.0, timed_out=True)
+    ended = silent(0, 99.0, timed_out=True)
     assert missing([ended, report(1, ALL_REDUCE, 7), report(2, ALL_REDUCE, 6)], None, 5).rank == 2
     assert missing([ended, report(1, ALL_REDUCE, 7)], None, 5).rank == 1
 
@@ -171,18 +180,20 @@ STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING
         # A stopped process does not work, whatever was measured before.
         ([report(0, LOADING, 7, works=True, state="stopped"), report(1, LOADING, 7, works=True)], {}, 0),
         # It works, and did not answer: compiled code.
-        ([RankReport(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+        ([silent(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
     ],
 )
 def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
-    reports: list[RankReport], before: dict[int, events.Stacks], hangs: int | None
+    reports: list[Rank], before: dict[int, events.Stacks], hangs: int | None
 ) -> None:
-    fault = diagnose(reports, 600.0, before, 5)
+    for rank, stacks in before.items():
+        reports[rank].stacks_before = stacks
+    fault = diagnose(reports, 600.0, 5)
     assert (fault.rank if fault is not None else None) == hangs
 
 
 def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
-    assert diagnose([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}, 5) is not None
+    assert diagnose([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, 5) is not None
 
 
 def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_cpu() -> None:
@@ -194,18 +205,18 @@ def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_c
 
 
 def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
-    fault = missing([report(0, ALL_REDUCE, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 7), silent(1, 0.0, finished=True, lost=True)], 2.0, 5)
     assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.EXIT, 1)
     assert "returned from the workload while rank 0 waited for it" in fault.message
 
 
 def test_rank_that_hangs_by_itself_after_another_has_returned_is_the_one() -> None:
-    fault = missing([report(0, LOADING, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    fault = missing([report(0, LOADING, 7), silent(1, 0.0, finished=True, lost=True)], 2.0, 5)
     assert (fault.rank, fault.kind) == (0, FaultKind.HANG)
 
 
 def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
-    fault = missing([RankReport(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0, 5)
+    fault = missing([silent(0, 0.0, finished=True, lost=True), report(1, LOADING, finished=True)], 2.0, 5)
     assert fault.rank == 1
     assert "after the end of its work" in fault.message
 
@@ -231,7 +242,7 @@ def test_rank_that_cannot_exit_says_what_it_waits_for(frames: tuple[str, ...], t
 
 def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
     ended = events.ThreadFailure(1, "reader", "ValueError", "bad shard\nmore", "Traceback ...")
-    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread_failure=ended)], 2.0, 5)
     assert "its thread reader has ended with ValueError: bad shard (stacks" in fault.message
     assert fault.traceback == "Traceback ..."
 
@@ -252,18 +263,17 @@ def test_many_ranks_are_told_as_spans() -> None:
     ],
 )
 def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, Any], text: str) -> None:
-    found = missing([RankReport(0, 1.0, over=True, **stage)], limit_s, 1)
+    found = missing([silent(0, 1.0, lost=True, **stage)], limit_s, 1)
     assert found.message == f"{text} (stacks: artifacts/stacks/)"
 
 
 # --- One inquiry after another: when it ends, and what it keeps for the next ---
 
 
-HANG = Hang(Stage.TRAIN, (1,), 40.0, 41.0)
-THREAD = events.ThreadFailure(5, "loader", "ValueError", "bad", "Traceback")
+HANG = Hang((1,), 40.0, 41.0)
 
 
-class Signs:
+class Working:
     """A watchdog for which rank 1 works, and each rank is idle for ten times its number of seconds."""
 
     def idle_s(self, rank: Rank, now: float) -> float:
@@ -284,7 +294,7 @@ def ranks() -> list[Rank]:
 def begun(ranks: list[Rank], hang: Hang | None = HANG) -> Inquiry:
     """An inquiry that begins at 100 s."""
     inquiry = Inquiry()
-    inquiry.begin(hang, ranks, cast(Watchdog, Signs()), 100.0)
+    inquiry.begin(hang, ranks, cast(Watchdog, Working()), 100.0)
     return inquiry
 
 
@@ -296,15 +306,15 @@ def test_inquiry_ends_with_the_last_answer_or_at_its_deadline(ranks: list[Rank])
     assert fault is not None and (fault.kind, fault.time_ns) == (FaultKind.HANG, 8)
     assert late.conclude(ranks, 200.0, 9) is None
     answered = begun(ranks, None)
-    answered.on_event(0, events.Stacks(1, LOADING))
+    ranks[0].on_event(events.Stacks(1, LOADING))
     assert answered.conclude(ranks, 101.0, 8) is None
-    answered.on_event(1, events.Stacks(1, LOADING))
+    ranks[1].on_event(events.Stacks(1, LOADING))
     assert answered.conclude(ranks, 101.0, 8) is not None
 
 
 def test_lost_rank_is_not_waited_for(ranks: list[Rank]) -> None:
     inquiry = begun(ranks, None)
-    inquiry.on_event(0, events.Stacks(1, LOADING))
+    ranks[0].on_event(events.Stacks(1, LOADING))
     ranks[1].lost = True
     fault = inquiry.conclude(ranks, 101.0, 8)
     assert fault is not None and fault.rank == 0
@@ -313,15 +323,15 @@ def test_lost_rank_is_not_waited_for(ranks: list[Rank]) -> None:
 def test_rank_at_work_ends_the_inquiry_and_the_next_one_compares_its_stacks(ranks: list[Rank]) -> None:
     inquiry = begun(ranks)
     for rank in (0, 1):
-        inquiry.on_event(rank, events.Stacks(1, ALL_REDUCE, 7))
+        ranks[rank].on_event(events.Stacks(1, ALL_REDUCE, 7))
     assert inquiry.conclude(ranks, 101.0, 8) is None
     assert not inquiry.begun
     assert [inquiry.may_begin(now) for now in (120.9, 121.0)] == [False, True]  # half of the limit later
-    inquiry.on_event(0, events.Stacks(1, LOADING, 9))  # too late
-    inquiry.begin(HANG, ranks, cast(Watchdog, Signs()), 121.0)
+    ranks[0].on_event(events.Stacks(1, LOADING, 9))  # too late
+    inquiry.begin(HANG, ranks, cast(Watchdog, Working()), 121.0)
     for rank in (0, 1):
         assert inquiry.conclude(ranks, 122.0, 8) is None
-        inquiry.on_event(rank, events.Stacks(1, ALL_REDUCE, 7))
+        ranks[rank].on_event(events.Stacks(1, ALL_REDUCE, 7))
     fault = inquiry.conclude(ranks, 122.0, 8)
     assert fault is not None and fault.rank == 1  # it is in the same operation, and has been idle for longer
 
@@ -329,29 +339,12 @@ def test_rank_at_work_ends_the_inquiry_and_the_next_one_compares_its_stacks(rank
 def test_rank_that_finishes_meanwhile_ends_the_inquiry_unless_a_wait_has_timed_out(ranks: list[Rank]) -> None:
     inquiry = begun(ranks, None)
     ranks[1].finished = True
-    inquiry.on_event(0, events.Stacks(1, LOADING))
+    ranks[0].on_event(events.Stacks(1, LOADING))
     assert inquiry.conclude(ranks, 105.0, 8) is None and inquiry.may_begin(105.0)
     ranks[1].finished = False
-    inquiry.begin(None, ranks, cast(Watchdog, Signs()), 106.0)
+    inquiry.begin(None, ranks, cast(Watchdog, Working()), 106.0)
     ranks[1].finished = True
     ranks[0].fault = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
     ranks[0].lost = True
     fault = inquiry.conclude(ranks, 111.0, 8)
     assert fault is not None and fault.rank == 1
-
-
-def test_first_thread_that_has_failed_explains_a_later_fault_of_its_rank(ranks: list[Rank]) -> None:
-    inquiry = begun(ranks)
-    inquiry.on_event(0, THREAD)
-    inquiry.on_event(0, events.ThreadFailure(6, "other", "KeyError", "", ""))
-    fault = Fault(0, FaultKind.EXCEPTION, 9, "it broke")
-    assert inquiry.explained(fault).message == "it broke (its thread loader had ended with ValueError: bad)"
-    assert inquiry.explained(Fault(1, FaultKind.EXCEPTION, 9, "it broke")).message == "it broke"
-    inquiry.on_event(0, events.Stacks(1, LOADING))
-    ranks[1].lost = True
-    hung = inquiry.conclude(ranks, 101.0, 8)
-    assert hung is not None and hung.traceback == "Traceback"
-    assert hung.message == (
-        "no progress for 40 s, it is in train.py:41 in load_batch; its thread loader has ended with ValueError: bad "
-        "(stacks: artifacts/stacks/)"
-    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -148,7 +149,7 @@ def test_rank0_mode_costs_nothing_for_the_other_ranks(make: Make) -> None:
 
 def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
     make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
-    Recorder(writer, cast(Any, None)).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
+    Recorder(writer).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
     kept = writer.record.tracking["wandb"]
     assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
 
@@ -281,3 +282,25 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
     sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
     assert ".sync.lock" in sent.problem and sent.waiting == 1
     assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+@pytest.mark.usefixtures("home_wandb_sync")
+def test_error_of_wandb_is_shown_without_the_key(
+    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
+    layout.run_json.write_text(record.to_json())
+    program = tmp_path / "program"  # runs in place of `python -P -m wandb sync`
+    program.write_text(
+        "#!/bin/sh\necho '2025-01-01 ERROR first'\n"
+        f"echo 'wandb: ERROR key {KEY} refused by http://me:hush@there/'\n"
+        "echo 'wandb: ERROR Find detailed error logs at: /tmp/x'\n"
+        f"env > {tmp_path}/environment\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    environ = {"HOME": os.environ["HOME"], "WANDB_API_KEY": KEY, "WANDB_MODE": "offline", "WANDB_RUN_ID": "x"}
+    sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
+    assert sent.problem == "key <left out> refused by http://<left out>@there/"
+    given = (tmp_path / "environment").read_text()
+    assert f"WANDB_API_KEY={KEY}" in given and "WANDB_MODE" not in given, "it says how to send, not how to record"

@@ -148,3 +148,17 @@ def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
         "  the same command again, with --resume r-1 (continues from step-20)",
     ]
     assert "  ddptrain explain 1 (likely causes, and what to do)" in text
+
+
+def test_messages_of_ranks_are_in_the_sections_that_their_events_name(tmp_path: Path) -> None:
+    lines = [
+        {"event": "alert", "time_s": 1.0, "rank": 1, "message": "the loss\nhas doubled", "rank_time_ns": 5},
+        {"event": "note", "time_s": 2.0, "rank": 0, "message": "slow disk", "level": "warning", "new_field": 1},
+        {"event": "note", "time_s": 2.0, "rank": 0, "message": 7},
+        {"event": "entered", "time_s": 3.0, "rank": 0},
+    ]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    (tmp_path / "events.jsonl").write_text(text)
+    shown = dict(sections(RunView(RunLayout(tmp_path), RunRecord(run_id="r"))))
+    assert shown["alerts"] == [("rank 1", "the loss")]
+    assert shown["messages of ranks"] == [("rank 0", "slow disk")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddptrain.rank.loader import RankLoader, make_loader
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 CPU = torch.device("cpu")
 
@@ -145,6 +145,14 @@ def test_27_samples_after_a_resume(drop_last: bool, expected: tuple[int, int]) -
         loader.load_state_dict({"epoch": 2, "taken": 6})
     assert (worker_group[0].remaining, worker_group[1].remaining) == expected, "21 samples in steps of 6"
     assert [len([*loader]) for loader in worker_group] == [*expected]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_rest_of_an_epoch_is_the_same_as_without_a_resume(steps: int) -> None:
+    for straight, resumed in zip(loaders(27, 4, batch_size=2), loaders(27, 4, batch_size=2), strict=True):
+        resumed.load_state_dict({"epoch": 1, "taken": steps * 2 * 4})
+        whole, rest = [[*each] for each in (straight, resumed)]
+        assert [batch.tolist() for batch in whole[steps:]] == [batch.tolist() for batch in rest]
 
 
 def test_repeated_samples_fill_ranks_that_outnumber_the_samples() -> None:
