@@ -32,12 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import deadlines, events
-<<<<<<< HEAD
-from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
-from ddptrain.protocol.exec_env import names_working_directory
-=======
 from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command, CommandReader
->>>>>>> h3
+from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
@@ -414,12 +410,8 @@ class RankLifecycle:
         if signal.getsignal(signum) != signal.SIG_DFL:
             os.kill(os.getpid(), signum)
         elif self.spec.rank == 0:
-<<<<<<< HEAD
-            self.emitter.note("SIGUSR1 has no effect: the code has set no handler for it", "warning")
-=======
             text = f"{signal.Signals(signum).name} has no effect: the code has set no handler for it"
-            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
->>>>>>> h3
+            self.emitter.note(text, "warning")
 
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
