@@ -22,7 +22,7 @@ from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.results.recorded_config import is_own_record, of_the_model, parsed_config
 from ddptrain.results.secure_files import read_bytes
-from ddptrain.storage.remote_folder import is_plain
+from ddptrain.storage.store import is_plain
 
 LISTING = "manifest.json"  # of images, in inputs/: with it the same images are held out in each evaluation
 

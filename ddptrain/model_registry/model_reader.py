@@ -17,8 +17,8 @@ from ddptrain.file_ops import hash_file, publish, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import CHAMPION, ModelReference, check_model_name
-from ddptrain.storage.remote_folder import RemoteFolder, is_url
-from ddptrain.storage.store import NotFound
+from ddptrain.storage.object_store import open_folder
+from ddptrain.storage.store import NotFound, Store, is_url
 
 RECORD = "version.json"
 _RECORD_BYTES = 4 << 20
@@ -45,15 +45,15 @@ class ModelState:
 class ModelReader:
     """The models of one place, for reading. All methods raise StoreError if the place cannot be read."""
 
-    def __init__(self, folder: RemoteFolder) -> None:
+    def __init__(self, folder: Store) -> None:
         self.folder = folder
 
     @classmethod
     def open(cls, place: str) -> Self:
         """Open a folder, or an object store if it is a URL. Raises UsageError."""
         if not is_url(place):
-            return cls(RemoteFolder(OwnFolder(Path(os.path.abspath(os.path.expanduser(place))))))
-        folder = RemoteFolder.open(place)
+            return cls(OwnFolder(Path(os.path.abspath(os.path.expanduser(place)))))
+        folder = open_folder(place)
         folder.check()
         return cls(folder)
 
@@ -139,7 +139,7 @@ class ModelReader:
         for file in record.files:
             digest, size_bytes = sha256(), 0
             try:
-                for chunk in folder.store.chunks(f"{folder.path}/{file.path}"):
+                for chunk in folder.chunks(file.path):
                     digest.update(chunk)
                     size_bytes += len(chunk)
             except NotFound:
@@ -184,10 +184,10 @@ class ModelReader:
             raise RegistryDamaged(f"{where} is damaged: it is of {record.model}, version {record.version}")
         return record
 
-    def _below(self, model: str, name: str) -> RemoteFolder:
+    def _below(self, model: str, name: str) -> Store:
         return self.folder.below(model).below(name)
 
-    def _version_folder(self, model: str, number: int) -> RemoteFolder:
+    def _version_folder(self, model: str, number: int) -> Store:
         return self._below(model, "versions").below(str(number))
 
     def _check(self, record: VersionRecord, file: ModelFile, size_bytes: int, digest: str) -> None:
@@ -211,10 +211,9 @@ def open_version(registry: ModelReader, record: VersionRecord) -> Path:
 
     Raises RegistryDamaged, which names the file; StoreError.
     """
-    store = registry.folder.store
-    if isinstance(store, OwnFolder):
+    if isinstance(registry.folder, OwnFolder):
         registry.verify(record)
-        return Path(store.location.url, record.model, "versions", str(record.version))
+        return Path(registry.folder.folder, record.model, "versions", str(record.version))
     copy = _copy_folder(registry, record)
     if not _is_complete(copy, record):
         incoming = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}.tmp")

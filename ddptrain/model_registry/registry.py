@@ -27,8 +27,8 @@ from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Change, ModelFile, VersionRecord
 from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, check_alias, check_model_name
 from ddptrain.results.run_record import utc_now
-from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import NoConditionalWrites, WriteConflict
+from ddptrain.storage.object_store import ObjectStore
+from ddptrain.storage.store import NoConditionalWrites, Store, WriteConflict
 
 _CLAIM = "claim.json"
 _MOST_CONFLICTS = 50
@@ -49,9 +49,9 @@ class Edit:
 class ModelRegistry(ModelReader):
     """The models of one place. All methods raise StoreError if the place cannot be read or written."""
 
-    def __init__(self, folder: RemoteFolder) -> None:
+    def __init__(self, folder: Store) -> None:
         super().__init__(folder)
-        self._keeps_conditions = isinstance(folder.store, OwnFolder)
+        self._keeps_conditions = isinstance(folder, OwnFolder)
 
     def add_version(self, model: str, sources: Mapping[str, Path | bytes], record: VersionRecord) -> VersionRecord:
         """Write a new version, and return its record with number, time and files.
@@ -216,8 +216,8 @@ class ModelRegistry(ModelReader):
     def _delete_files(self, model: str, number: int) -> None:
         folder = self._version_folder(model, number)
         folder.remove(RECORD)  # first: from now on nobody finds the version, however far the rest gets
-        if isinstance(folder.store, OwnFolder):
-            folder.store.delete_temporary_files(folder.path)
+        if isinstance(folder, OwnFolder):
+            folder.delete_temporary_files()
         for path in sorted(folder.files(), key=lambda path: path == _CLAIM):  # last: it marks the folder as incomplete
             folder.remove(path)
 
@@ -266,6 +266,7 @@ class ModelRegistry(ModelReader):
         if self._keeps_conditions:
             return
         try:
+            assert isinstance(self.folder, ObjectStore)
             self.folder.test_conditions(f".conditions-{secrets.token_hex(8)}")
         except NoConditionalWrites as error:
             raise UsageError(

@@ -26,8 +26,7 @@ from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Numbers, RegistryDamaged, decoded
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.run_record import as_json_data, utc_now
-from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import Versioned
+from ddptrain.storage.store import Store, Versioned
 
 SCHEMA = 1
 _RECORD_BYTES = 4 << 20
@@ -150,11 +149,11 @@ class RetrainRecord:
 class RetrainRecords:
     """The retrainings of one model. All methods raise StoreError if the registry cannot be read or written."""
 
-    def __init__(self, registry: RemoteFolder, model: str) -> None:
+    def __init__(self, registry: Store, model: str) -> None:
         """registry: the folder of all models (ModelRegistry.folder)."""
         self._folder = registry.below(model).below("retrainings")
         self._skipped = registry.below(model).below("skipped")
-        self._is_folder = isinstance(registry.store, OwnFolder)
+        self._is_folder = isinstance(registry, OwnFolder)
         self._written: dict[int, Versioned] = {}
 
     def newest(self, count: int) -> list[RetrainRecord]:

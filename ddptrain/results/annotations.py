@@ -16,8 +16,7 @@ from ddptrain.file_ops import CREATE, open_regular, wait_for_lock
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import origin_of
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
-from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import WriteConflict
+from ddptrain.storage.store import Store, WriteConflict
 
 FILE = "annotations.json"  # in the run directory
 MOST_TAGS = 50
@@ -126,7 +125,7 @@ def edit_folder(folder: Path, change: Change) -> Annotations:
         os.close(descriptor)
 
 
-def edit_stored(run: RemoteFolder, change: Change) -> Annotations:
+def edit_stored(run: Store, change: Change) -> Annotations:
     """Change the annotations of a run in a store; return the new ones.
 
     If several processes change them at once, no change is lost. Raises ClusterError, StoreError.

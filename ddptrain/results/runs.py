@@ -45,8 +45,8 @@ from ddptrain.results.remote.uploader import Uploader, grows, joined
 from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
 from ddptrain.results.secure_files import is_own_folder, write_file
 from ddptrain.results.tracker_records import RECORDED
-from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
-from ddptrain.storage.store import Listed
+from ddptrain.storage.object_store import ObjectStore, open_folder
+from ddptrain.storage.store import Listed, is_plain, is_url
 from ddptrain.tracking.wandb.wandb_folders import LINKS
 
 AUTO = "auto"
@@ -100,7 +100,7 @@ def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
     """
     if not is_url(place):
         return LocalRuns(Path(place))
-    store = RemoteFolder.open(place)
+    store = open_folder(place)
     store.check()
     return StoreRuns(store)
 
@@ -126,7 +126,7 @@ def fetch_config(url: str) -> Path:
     from platformdirs import user_cache_path
 
     parent, _, name = url.rpartition("/")
-    data = RemoteFolder.open(parent).read(name, _LARGEST_CONFIG_BYTES) if name else None
+    data = open_folder(parent).read(name, _LARGEST_CONFIG_BYTES) if name else None
     if data is None:
         raise UsageError(f"{shorten(url)}: there is no such file")
     digest = file_ops.sha256(url.encode()).hexdigest()[:16]
@@ -244,7 +244,7 @@ class StoreRuns:
     has the time of the file in the store, whose nanoseconds stand for its version.
     """
 
-    def __init__(self, store: RemoteFolder) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         from platformdirs import user_cache_path, user_state_path
 
         self.store = store
@@ -460,7 +460,7 @@ def _wanted(need: NeededFiles, rank: int | None) -> tuple[str, ...]:
     return (f"logs/rank-{rank}.log",) if need is NeededFiles.LOGS and rank is not None else need.value
 
 
-def _fetch_changed(run: RemoteFolder, path: str, objects: Mapping[str, Listed], target: Path) -> None:
+def _fetch_changed(run: ObjectStore, path: str, objects: Mapping[str, Listed], target: Path) -> None:
     """Download a file of a run, which consists of these objects, unless the copy has its size and its time.
 
     Of a file that has grown only the new part is downloaded.
@@ -484,7 +484,7 @@ def _is_interrupted(files: Collection[str]) -> bool:
 
 
 @contextmanager
-def _lease(run: RemoteFolder) -> Iterator[RemoteFolder]:
+def _lease(run: ObjectStore) -> Iterator[ObjectStore]:
     """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
     lock = StoreLock(run)
     lock.take()
@@ -497,14 +497,14 @@ def _lease(run: RemoteFolder) -> Iterator[RemoteFolder]:
         lock.release(forget=is_empty)
 
 
-def _remove_files(run: RemoteFolder, paths: Collection[str]) -> None:
+def _remove_files(run: ObjectStore, paths: Collection[str]) -> None:
     """Delete the files in parallel, then the mark; the lock file stays. Raises StoreError."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="ddptrain-prune") as pool:
         list(pool.map(run.remove, [path for path in paths if path not in (MARK, LOCK)]))
     run.remove(MARK)
 
 
-def _download_working_folder(run: RemoteFolder, uploads: Uploader, before: Claim | None) -> None:
+def _download_working_folder(run: ObjectStore, uploads: Uploader, before: Claim | None) -> None:
     """Download a run or sweep into its working folder, unless the last upload came from this folder.
 
     The folder gets the files to which a resumed run appends, and the newest checkpoint that matches its manifest.

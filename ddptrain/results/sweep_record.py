@@ -23,7 +23,8 @@ from ddptrain.results.lookup import is_sweep, load_run, parse_time
 from ddptrain.results.run_record import SWEEP, RunStatus, as_json_data
 from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, StoreRuns, open_runs_dir
 from ddptrain.results.secure_files import is_own_folder, read_bytes, write_file
-from ddptrain.storage.remote_folder import RemoteFolder, is_url
+from ddptrain.storage.object_store import open_folder
+from ddptrain.storage.store import is_url
 
 SWEEP_JSON = "sweep.json"
 _FORMAT = 1
@@ -161,7 +162,7 @@ def find_sweep(runs_dir: str, name: str) -> FoundSweep | None:
         if (data := trials.store.read(SWEEP_JSON)) is None:
             return None
         parent, sweep_id = place.rsplit("/", 1)
-        view = StoreRuns(RemoteFolder.open(parent)).find_exact(sweep_id, NeededFiles.NOTHING)
+        view = StoreRuns(open_folder(parent)).find_exact(sweep_id, NeededFiles.NOTHING)
         record, is_running = parse_sweep(data, f"{place}/{SWEEP_JSON}"), view is not None and view.is_running
     if record.status == RunStatus.RUNNING and not is_running:
         record.interrupt()

@@ -35,7 +35,7 @@ from ddptrain.results.runs import LocalRuns
 from ddptrain.results.secure_files import make_folder
 from ddptrain.retrain.start import read_metrics
 from ddptrain.run_handle import error_of
-from ddptrain.storage.remote_folder import is_url
+from ddptrain.storage.store import is_url
 
 Value = TypeVar("Value")
 

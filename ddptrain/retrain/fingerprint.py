@@ -21,7 +21,8 @@ from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256
 from ddptrain.protocol.code_digest import content_hash
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import Limits, Location, StoreError, fetch_chunks, open_store
+from ddptrain.storage.sources import fetch_chunks, open_source
+from ddptrain.storage.store import Limits, Location, StoreError
 
 _LIMITS = Limits(timeout_s=20.0, retries=4, patience_s=40.0)
 _MOST_NAMED = 5
@@ -135,7 +136,7 @@ def _list_source(source: _Source) -> dict[str, DataFile]:
     try:
         files = {
             item.key: DataFile(item.size_bytes, item.version.partition("-")[0] if is_local else item.version)
-            for item in open_store(location, _LIMITS).listing()
+            for item in open_source(location, _LIMITS).listing()
             if "/." not in f"/{item.key}"  # hidden
         }
         refused = None

@@ -7,15 +7,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
-from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import StoreError
+from ddptrain.storage.object_store import ObjectStore
+from ddptrain.storage.store import Store, StoreError
 
 _TRY_EVERY_S = 1.0
 
@@ -23,7 +22,7 @@ _TRY_EVERY_S = 1.0
 class ModelOwner:
     """Holds the lock of a model."""
 
-    def __init__(self, registry: RemoteFolder, model: str) -> None:
+    def __init__(self, registry: Store, model: str) -> None:
         """registry: the folder of all models (ModelRegistry.folder)."""
         self._folder = registry.below(model).below("retrainings")
         self.model = model
@@ -67,15 +66,15 @@ class ModelOwner:
 
     def _take(self) -> Callable[[], None]:
         """Take the lock; return what releases it. Raises RunLocked, StoreError, ResultsError."""
-        store = self._folder.store
-        if not isinstance(store, OwnFolder):
+        if isinstance(self._folder, ObjectStore):
             self._lease = StoreLock(self._folder)
             self._lease.take()
             self._lease.keep(self._lose)
             return self._lease.release
-        path = Path(store.location.url, self._folder.path, LOCK)
+        assert isinstance(self._folder, OwnFolder)
+        path = self._folder.folder / LOCK
         try:
-            store.make_parent(f"{self._folder.path}/{LOCK}")
+            self._folder.make_parent(LOCK)
         except OSError as error:
             raise StoreError(f"cannot write into {path.parent}: {error.strerror}; see models.dir") from error
         owner = ownership.Owner(path)
@@ -87,9 +86,8 @@ class ModelOwner:
 
     def _holder(self) -> str:
         """Return the process that holds the lock, as "process 12 on host"; "" if unknown."""
-        store = self._folder.store
-        if isinstance(store, OwnFolder):
-            return ownership.holder(Path(store.location.url, self._folder.path, LOCK))
+        if isinstance(self._folder, OwnFolder):
+            return ownership.holder(self._folder.folder / LOCK)
         with suppress(StoreError):
             claim = claim_from(self._folder.read(LOCK))
             return f"process {claim.pid} on {claim.host}" if claim else ""
@@ -100,10 +98,10 @@ class ModelOwner:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def is_being_retrained(registry: RemoteFolder, model: str) -> bool:
+def is_being_retrained(registry: Store, model: str) -> bool:
     """Return whether a process holds the lock of the model; False if this host cannot see it. Raises StoreError."""
     folder = registry.below(model).below("retrainings")
-    if isinstance(folder.store, OwnFolder):
-        return bool(ownership.is_held(Path(folder.store.location.url, folder.path, LOCK)))
+    if isinstance(folder, OwnFolder):
+        return bool(ownership.is_held(folder.folder / LOCK))
     claim = claim_from(folder.read(LOCK))
     return claim is not None and claim.is_held()

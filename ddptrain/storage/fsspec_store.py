@@ -18,7 +18,7 @@ from ddptrain.storage.store import (
     Listed,
     Location,
     NotFound,
-    Store,
+    Source,
     StoreError,
     StoreForbidden,
     StoreMissing,
@@ -34,7 +34,7 @@ _TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _FINAL = (ValueError, TypeError, NotImplementedError)  # another attempt gives the same error
 
 
-def open_fsspec_store(location: Location, limits: Limits) -> Store:
+def open_fsspec_store(location: Location, limits: Limits) -> Source:
     """Open a location. Raises UsageError if fsspec does not know the protocol or an option, or a package is missing."""
     import fsspec  # Dask needs it, too; aiohttp comes with the extra http
 
@@ -67,18 +67,18 @@ def open_fsspec_store(location: Location, limits: Limits) -> Store:
     return FsspecStore(location, fs, str(root).rstrip("/"), limits.timeout_s)
 
 
-class FsspecStore(Store):
+class FsspecStore(Source):
     """A folder of an fsspec file system."""
 
     def __init__(self, location: Location, fs: Any, root: str, timeout_s: float) -> None:
-        super().__init__(location)
+        self.location = location
         self.fs = fs
         self.root = root
         self._timeout_s = timeout_s
         self._is_http = location.protocol in _HTTP
 
     def listing(self, folder: str = "") -> Iterator[Listed]:
-        """See Store."""
+        """See Source."""
         start = f"{self.root}/{folder}" if folder else self.root
         with self._errors("listed"):
             if not self._is_http and not self.fs.isdir(start):
@@ -110,14 +110,14 @@ class FsspecStore(Store):
         return entries
 
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
-        """See Store."""
+        """See Source."""
         end = None if limit_bytes is None or self._is_http else start + limit_bytes + 1
         with self._errors("read", key):
             data = bytes(self.fs.cat_file(self._path(key), start=start or None, end=end))
         return self._limited(key, data, limit_bytes)
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        """See Store."""
+        """See Source."""
         with self._errors("read", key), self.fs.open(self._path(key), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk

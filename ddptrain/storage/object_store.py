@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -38,6 +36,7 @@ from ddptrain.storage.store import (
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
 
+    AnyStore = S3Store | GCSStore | AzureStore
 
 _PAGE = 1000  # keys; S3 lists as many in one answer
 _PART_BYTES = 8 << 20  # of a large object: each part is a request with its own timeout
@@ -64,8 +63,30 @@ _FRESH = timedelta(minutes=5)  # credentials of botocore are used for so long be
 Credentials = dict[str, Any]  # as obstore's S3Credential
 
 
-def open_object_store(location: Location, limits: Limits) -> Store:
-    """Open a bucket's folder. Raises UsageError for wrong options; StoreMissing for a URL without a bucket."""
+LIMITS = Limits(timeout_s=120.0)  # of a folder that is written: four parts of 8 MiB at a time need 280 kB/s
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
+
+
+def open_object_store(location: Location, limits: Limits) -> ObjectStore:
+    """Open a bucket's folder for reading. Raises UsageError for wrong options; StoreMissing for no bucket."""
+    return ObjectStore(location, _open(location, limits), limits)
+
+
+def open_folder(url: str, limits: Limits = LIMITS) -> ObjectStore:
+    """Open the folder of runs or models at that URL; no request is sent yet. Raises UsageError for a wrong URL."""
+    scheme, _, rest = url.rstrip("/").partition("://")
+    if not rest.strip("/"):
+        raise UsageError(f"cannot keep runs in {url}: give a bucket or a folder, as s3://bucket/runs")
+    location = Location(f"{scheme.lower()}://{rest}", {}, "results.dir")
+    if location.protocol not in OBJECT_STORES:
+        raise UsageError(
+            f"cannot keep runs or models in {location.description}: give a path, or a bucket of S3, Google Cloud "
+            "Storage or Azure, as s3://bucket/runs"
+        )
+    return ObjectStore(location, _open(location, limits), limits, pauses_s=_PAUSES_S)
+
+
+def _open(location: Location, limits: Limits) -> AnyStore:
     # Imported here: obstore starts threads, which a process must not have if it forks.
     from obstore.store import AzureStore, GCSStore, S3Store
 
@@ -90,58 +111,85 @@ def open_object_store(location: Location, limits: Limits) -> Store:
     retry = {"max_retries": limits.retries, "retry_timeout": timedelta(seconds=limits.patience_s)}
     store: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[kind]
     try:
-        opened = store(bucket, prefix=prefix or None, retry_config=retry, **options)
+        opened: AnyStore = store(bucket, prefix=prefix or None, retry_config=retry, **options)
     except Exception as error:  # obstore's own errors, or a ValueError
         raise UsageError(
             f"{location.description} can't be opened: {first_line(str(error))}; {location.advice}"
         ) from None
-    return ObjectStore(location, opened, limits)
+    return opened
 
 
+@dataclass(frozen=True)
 class ObjectStore(Store):
-    """A folder of a bucket."""
+    """A folder of a bucket. `path` is below the location; all of its folders share the connections of `store`.
 
-    def __init__(self, location: Location, store: S3Store | GCSStore | AzureStore, limits: Limits) -> None:
-        super().__init__(location)
-        self._store = store
-        self._limits = limits
+    guard: is called before each change; raises if this process must not change the store any more.
+    """
+
+    location: Location
+    store: AnyStore
+    limits: Limits
+    path: str = ""
+    pauses_s: Sequence[float] = ()
+    guard: Callable[[], None] = lambda: None
+
+    def with_limits(self, limits: Limits) -> ObjectStore:
+        """Return the same folder with other time limits."""
+        return replace(self, store=_open(self.location, limits), limits=limits)
+
+    @property
+    def url(self) -> str:
+        """See Store."""
+        return f"{self.location.description}/{self.path}" if self.path else self.location.description
+
+    def below(self, name: str) -> ObjectStore:
+        """See Store."""
+        return replace(self, path=self._key(name))
+
+    def check(self) -> None:
+        """Check access with one request. Raises UsageError for a missing bucket; StoreForbidden, StoreUnreachable."""
+        try:
+            with self._errors("listed", ""):
+                self.store.list_with_delimiter(f"{self.path}/" if self.path else None)
+        except StoreMissing as error:
+            bucket = self.url.partition("://")[2].partition("/")[0]
+            raise UsageError(f"cannot keep runs in {self.url}: there is no bucket {bucket}; create it first") from error
+
+    # --- Reading, without another attempt: readers of images have their own ---
 
     def listing(self, folder: str = "") -> Iterator[Listed]:
-        """See Store."""
+        """See Source."""
+        skip = len(self.path) + 1 if self.path else 0
+        start = self._key(folder) if folder else self.path
         last: str | None = None
         broken = 0
         while True:
             try:
-                for page in self._store.list(f"{folder}/" if folder else None, chunk_size=_PAGE, offset=last):
+                for page in self.store.list(f"{start}/" if start else None, chunk_size=_PAGE, offset=last):
                     for item in page:
-                        yield Listed(item["path"], item["size"], _version(item), item["last_modified"].timestamp())
+                        modified_s = item["last_modified"].timestamp()
+                        yield Listed(item["path"][skip:], item["size"], _version(item), modified_s)
                     last = page[-1]["path"] if page else last
             except Exception as error:  # obstore has its own kinds of errors
                 broken += 1
                 # obstore repeats a request that fails, but not one whose answer breaks off.
-                if broken > self._limits.retries or "response body error" not in str(error):
+                if broken > self.limits.retries or "response body error" not in str(error):
                     raise self._error("listed", "", error) from None
             else:
                 return
 
-    def folders(self, folder: str = "") -> list[str]:
-        """See Store."""
-        with self._errors("listed", ""):
-            prefixes = self._store.list_with_delimiter(f"{folder}/" if folder else None)["common_prefixes"]
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in prefixes)
-
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
-        """See Store."""
+        """See Source."""
         with self._errors("read", key):
-            result = self._store.get(key, options={"range": {"offset": start}} if start else None)
+            result = self.store.get(self._key(key), options={"range": {"offset": start}} if start else None)
             if limit_bytes is not None and result.meta["size"] - start > limit_bytes:
-                raise self._too_large(key, limit_bytes)
+                raise self._too_large(self._key(key), limit_bytes)
             return bytes(result.bytes())
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        """See Store. Parts of an object that is replaced meanwhile are not mixed: that raises Transient."""
+        """See Source. Parts of an object that is replaced meanwhile are not mixed: that raises Transient."""
         with self._errors("read", key):
-            result = self._store.get(key)
+            result = self.store.get(self._key(key))
             size, e_tag = result.meta["size"], result.meta.get("e_tag")
             if size <= _PART_BYTES:
                 yield bytes(result.bytes())
@@ -149,69 +197,106 @@ class ObjectStore(Store):
             del result  # ends the request for the whole object
             for start in range(0, size, _PART_BYTES):
                 part: Any = {"range": (start, min(start + _PART_BYTES, size)), **({"if_match": e_tag} if e_tag else {})}
-                yield bytes(self._store.get(key, options=part).bytes())
+                yield bytes(self.store.get(self._key(key), options=part).bytes())
 
-    def put(self, key: str, data: bytes | Path) -> None:
+    # --- A folder of runs or models ---
+
+    def folders(self) -> list[str]:
+        """See Store."""
+
+        def names() -> list[str]:
+            with self._errors("listed", ""):
+                found = self.store.list_with_delimiter(f"{self.path}/" if self.path else None)["common_prefixes"]
+                return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+        return self._again(names)
+
+    def write(self, path: str, data: bytes | Path) -> None:
         """See Store. A large file is uploaded in parts."""
-        with self._errors("written", key):
-            size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
-            part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
-            self._store.put(key, data, chunk_size=part_bytes, max_concurrency=_UPLOADS)
+        self.guard()
 
-    def delete(self, key: str) -> None:
+        def put() -> None:
+            with self._errors("written", path):
+                size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
+                part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+                self.store.put(self._key(path), data, chunk_size=part_bytes, max_concurrency=_UPLOADS)
+
+        self._again(put)
+
+    def remove(self, path: str) -> None:
         """See Store."""
-        with self._errors("deleted", key):
-            self._store.delete(key)
+        self.guard()
 
-    def get_versioned(self, key: str) -> Versioned | None:
+        def delete() -> None:
+            with suppress(NotFound), self._errors("deleted", path):
+                self.store.delete(self._key(path))
+
+        self._again(delete)
+
+    def read_versioned(self, path: str) -> Versioned | None:
         """See Store."""
-        with self._errors("read", key), suppress(FileNotFoundError):
-            result = self._store.get(key)
-            written_s = result.meta["last_modified"].timestamp()
-            return Versioned(bytes(result.bytes()), _condition(result.meta), written_s)
-        return None
 
-    def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
+        def read() -> Versioned | None:
+            with suppress(NotFound), self._errors("read", path):
+                result = self.store.get(self._key(path))
+                written_s = result.meta["last_modified"].timestamp()
+                return Versioned(bytes(result.bytes()), _condition(result.meta), written_s)
+            return None
+
+        return self._again(read)
+
+    def write_versioned(self, path: str, data: bytes, before: Versioned | None) -> Versioned:
         """See Store: If-None-Match and If-Match for S3, the equivalent for the others."""
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
+        self.guard()
         mode: Any = "create" if before is None else dict(before.version)
-        try:
-            return Versioned(data, _condition(self._store.put(key, data, mode=mode)))
-        except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
-            raise WriteConflict(f"{self.location.description}/{key} was written by another process") from error
-        except (NotSupportedError, NotImplementedError) as error:
-            raise NoConditionalWrites(first_line(str(error))) from error
-        except Exception as error:  # as above
-            raise self._error("written", key, error) from None
+
+        def put() -> Versioned:
+            with self._errors("written", path):
+                try:
+                    return Versioned(data, _condition(self.store.put(self._key(path), data, mode=mode)))
+                except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
+                    raise WriteConflict(f"{self.url}/{path} was written by another process") from error
+                except (NotSupportedError, NotImplementedError) as error:
+                    raise NoConditionalWrites(first_line(str(error))) from error
+
+        return self._again(put)
 
     def test_conditions(self, probe: str) -> float:
-        """See Store."""
+        """Return the store's time in seconds since 1970, after a test that it keeps the conditions of writes.
+
+        probe: an object that no other process uses; it is written and deleted. Raises NoConditionalWrites.
+        """
         try:
-            self.put_versioned(probe, b"a test of conditional writes\n", None)
+            with suppress(WriteConflict):  # the answer to the first attempt was lost
+                self.write_versioned(probe, b"a test of conditional writes\n", None)
             for before in (None, Versioned(b"", {"e_tag": '"0"', "version": "0"})):
                 with suppress(WriteConflict):
-                    self.put_versioned(probe, b"", before)
+                    self.write_versioned(probe, b"", before)
                     raise NoConditionalWrites("the store ignores the conditions of writes")
-            written = self.get_versioned(probe)
+            written = self.read_versioned(probe)
             if written is None or written.written_s is None:
                 raise NoConditionalWrites("the store reports no modification times")
             return written.written_s
         finally:
             with suppress(Exception):  # an object that stays disturbs nothing
-                self._store.delete(probe)
+                self.store.delete(self._key(probe))
+
+    def _key(self, path: str) -> str:
+        return f"{self.path}/{path}" if self.path else path
 
     @contextmanager
-    def _errors(self, action: str, key: str) -> Iterator[None]:
+    def _errors(self, action: str, path: str) -> Iterator[None]:
         try:
             yield
         except StoreError:
             raise
         except Exception as error:  # as above
-            raise self._error(action, key, error) from None
+            raise self._error(action, path, error) from None
 
-    def _error(self, action: str, key: str, error: Exception) -> StoreError:
-        return store_error(self.location, action, key, error, self._limits.timeout_s)
+    def _error(self, action: str, path: str, error: Exception) -> StoreError:
+        return store_error(self.location, action, path and self._key(path), error, self.limits.timeout_s)
 
 
 def _version(item: Mapping[str, Any]) -> str:
@@ -350,6 +435,10 @@ def _renewed(source: Any) -> Callable[[], Credentials]:
 @lru_cache(maxsize=64)
 def region_of(bucket: str, timeout_s: float) -> str:
     """Ask AWS for a bucket's region, without credentials; "" if it does not say, or does not answer."""
+    import http.client
+    import urllib.error
+    import urllib.request
+
     host = "s3.amazonaws.com"
     # A wildcard certificate covers one label of the host name.
     url = f"https://{host}/{bucket}" if "." in bucket else f"https://{bucket}.{host}/"

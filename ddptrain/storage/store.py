@@ -1,21 +1,26 @@
-"""The interface of every store: where it is, what it can do, and how it fails. `open_store` chooses the backend."""
+"""What every store has: where it is, what it can do, and how it fails. The backends are in the other modules."""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
 
-BUILTIN = "builtin"
+BUILTIN = "builtin"  # the synthetic images of the images workload
 UNKNOWN_SIZE = -1
 OBJECT_STORES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
-_CREDENTIALS = "check the credentials (for S3: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL)"
+SMALL_BYTES = 64 << 20  # records, manifests, locks, pointers: another user may have written a huge object instead
+_READERS = 16
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+T = TypeVar("T")
 
 
 # --- Errors ---
@@ -55,10 +60,6 @@ class NotFound(StoreError):
         super().__init__(f"{key} is not there")
 
 
-class TooLarge(StoreError):
-    """The object is larger than the reader accepts."""
-
-
 class WriteConflict(StoreError):
     """The condition of a write was not met: another process has written the object."""
 
@@ -67,7 +68,18 @@ class NoConditionalWrites(StoreError):
     """The store has no conditional writes; the message says why."""
 
 
-# --- Locations and options ---
+# --- Locations ---
+
+
+def is_url(text: str) -> bool:
+    """Return whether the text has a scheme, like s3://bucket/runs, and so is not the path of a folder."""
+    return _URL.match(text) is not None
+
+
+def is_plain(path: str) -> bool:
+    """Return whether a path stays below the folder that it is joined to."""
+    parts = path.split("/")
+    return not {"", ".", ".."} & set(parts) and "\\" not in path and path.isprintable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,15 @@ class Location:
     @classmethod
     def of(cls, source: str, options: Mapping[str, Any], setting: str = "params.source") -> Self:
         """Return the location of a path or URL of a configuration; a path is relative to the working directory or ~."""
-        return cls(_absolute(source), dict(options), setting)
+        path = source.removeprefix("file:").removeprefix("//") if source.startswith("file:") else source
+        if source == BUILTIN:
+            url = source
+        elif "://" not in path:
+            url = os.path.abspath(os.path.expanduser(path))
+        else:
+            protocol, _, rest = path.partition("://")
+            url = f"{protocol.lower()}://{rest.rstrip('/')}"
+        return cls(url, dict(options), setting)
 
     @property
     def protocol(self) -> str:
@@ -111,7 +131,8 @@ class Location:
     @property
     def advice(self) -> str:
         """What the user can do if the store refuses a request."""
-        return f"see {self.options_setting}" if self.options_setting else _CREDENTIALS
+        credentials = "check the credentials (for S3: AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL)"
+        return f"see {self.options_setting}" if self.options_setting else credentials
 
     def __repr__(self) -> str:
         return f"Location({self.description!r})"
@@ -129,19 +150,6 @@ class Limits:
     connect_timeout_s: float = 5.0
     retries: int = 0
     patience_s: float = 10.0
-
-
-def _absolute(source: str) -> str:
-    """Return a URL without slashes at its end, or an absolute path."""
-    if source == BUILTIN:
-        return source
-    if source.startswith("file:"):
-        source = source.removeprefix("file:")
-        source = source.removeprefix("//") if source.startswith("//") else source
-    if "://" not in source:
-        return os.path.abspath(os.path.expanduser(source))
-    protocol, _, rest = source.partition("://")
-    return f"{protocol.lower()}://{rest.rstrip('/')}"
 
 
 # --- Stores ---
@@ -173,15 +181,13 @@ class Versioned:
     written_s: float | None = None
 
 
-class Store(ABC):
-    """An open location. Threads may share it; a process that was forked afterwards may not.
+class Source(ABC):
+    """An open location, for reading. Threads may share it; a process that was forked afterwards may not.
 
     All methods raise StoreForbidden, StoreUnreachable and Transient; StoreMissing if the location does not exist.
-    A store of images or data implements listing() and get(); one of runs or models all methods.
     """
 
-    def __init__(self, location: Location) -> None:
-        self.location = location
+    location: Location
 
     @abstractmethod
     def listing(self, folder: str = "") -> Iterator[Listed]:
@@ -189,100 +195,122 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
-        """Return an object's content from byte `start` on. Raises NotFound; TooLarge above `limit_bytes`."""
+        """Return an object's content from byte `start` on. Raises NotFound; StoreError above `limit_bytes`."""
 
+    @abstractmethod
     def chunks(self, key: str) -> Iterator[bytes]:
         """Yield the content of an object of any size in pieces. Raises NotFound."""
-        yield self.get(key)
-
-    def folders(self, folder: str = "") -> list[str]:
-        """Return the names of the folders in the location, or in a folder of it; none if it does not exist."""
-        raise self._read_only()
-
-    def check(self) -> None:
-        """Ask the store once whether the location can be used. Raises StoreMissing if its bucket does not exist."""
-        self.folders()
-
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Replace an object by these bytes, or by the content of a local file."""
-        raise self._read_only()
-
-    def delete(self, key: str) -> None:
-        """Delete an object. Raises NotFound if the store says that it did not exist."""
-        raise self._read_only()
-
-    def get_versioned(self, key: str) -> Versioned | None:
-        """Return an object for a conditional write; None if it does not exist. Raises NoConditionalWrites."""
-        raise NoConditionalWrites(f"{self.location.protocol} has none")
-
-    def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
-        """Write an object that is unchanged since `before` (None: new). Raises WriteConflict, NoConditionalWrites."""
-        raise NoConditionalWrites(f"{self.location.protocol} has none")
-
-    def test_conditions(self, probe: str) -> float:
-        """Return the store's time in seconds since 1970, after a test that it keeps the conditions of writes.
-
-        probe: the key of an object that no other process uses; it is written and deleted.
-
-        Raises NoConditionalWrites if the store ignores conditions, or has no such writes.
-        """
-        raise NoConditionalWrites(f"{self.location.protocol} has none")
-
-    def _read_only(self) -> StoreError:
-        return StoreError(f"{self.location.description} can't be written: {self.location.protocol}:// can only be read")
 
     def _limited(self, key: str, data: bytes, limit_bytes: int | None) -> bytes:
         if limit_bytes is not None and len(data) > limit_bytes:
             raise self._too_large(key, limit_bytes)
         return data
 
-    def _too_large(self, key: str, limit_bytes: int) -> TooLarge:
-        return TooLarge(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+    def _too_large(self, key: str, limit_bytes: int) -> StoreError:
+        return StoreError(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
 
 
-def open_store(location: Location, limits: Limits = Limits()) -> Store:
-    """Open a location in this process; no request is sent yet. Raises UsageError for unknown options; StoreError."""
-    # The backends are imported here: obstore and fsspec start threads, which a process must not have if it forks.
-    if location.protocol == BUILTIN:
-        from ddptrain.storage.synthetic import SyntheticImages
+class Store(Source):
+    """A folder of runs or models, which this process may write. Keys and paths are relative to it.
 
-        return SyntheticImages(location)
-    if location.protocol == "file":
-        from ddptrain.storage.folder import Folder
-
-        return Folder(location)
-    if location.protocol in OBJECT_STORES:
-        from ddptrain.storage.object_store import open_object_store
-
-        return open_object_store(location, limits)
-    from ddptrain.storage.fsspec_store import open_fsspec_store
-
-    return open_fsspec_store(location, limits)
-
-
-def fetch(where: str, options: Mapping[str, Any], setting: str, limit_bytes: int) -> bytes:
-    """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError.
-
-    A file larger than `limit_bytes`, or without end, is cut off after more than `limit_bytes`.
+    The methods below try failures that may pass again, after pauses_s.
     """
-    content = bytearray()
-    for chunk in fetch_chunks(where, options, setting=setting, limits=Limits(timeout_s=60.0, retries=2)):
-        content += chunk
-        if len(content) > limit_bytes:
-            break
-    return bytes(content)
 
+    pauses_s: Sequence[float] = ()
 
-def fetch_chunks(where: str, options: Mapping[str, Any], *, setting: str, limits: Limits) -> Iterator[bytes]:
-    """Yield the content of one file in pieces, given by its path or URL. Raises UsageError, StoreError."""
-    location = Location.of(where, options, setting)
-    key = ""
-    if location.protocol == "file" or location.protocol in OBJECT_STORES:
-        folder, _, key = location.url.rpartition("/")
-        location = Location(folder, location.options, setting)
-    try:
-        yield from open_store(location, limits).chunks(key)
-    except (NotFound, StoreMissing) as error:
-        if isinstance(error, StoreMissing) and location.protocol != "file":
-            raise
-        raise StoreMissing(f"{Location.of(where, {}).description} does not exist") from None
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The address of the folder, without credentials."""
+
+    @abstractmethod
+    def below(self, name: str) -> Self:
+        """Return the folder of that name in it."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Return the names of the folders in it; none if it does not exist."""
+
+    @abstractmethod
+    def write(self, path: str, data: bytes | Path) -> None:
+        """Replace an object by these bytes, or by the content of a local file."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Delete an object; one that does not exist is no error."""
+
+    @abstractmethod
+    def read_versioned(self, path: str) -> Versioned | None:
+        """Return an object for a conditional write; None if it does not exist."""
+
+    @abstractmethod
+    def write_versioned(self, path: str, data: bytes, before: Versioned | None) -> Versioned:
+        """Write an object that is unchanged since `before` (None: new). Raises WriteConflict, NoConditionalWrites."""
+
+    def read(self, path: str, limit_bytes: int = SMALL_BYTES) -> bytes | None:
+        """Return a small object; None if it does not exist. Raises StoreError if it is larger."""
+        try:
+            return self._again(lambda: self.get(path, limit_bytes=limit_bytes))
+        except NotFound:
+            return None
+
+    def read_all(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """Return small objects, several at a time; those that do not exist are left out."""
+        from concurrent.futures import ThreadPoolExecutor  # not for processes that read images
+
+        with ThreadPoolExecutor(max(1, min(_READERS, len(paths))), thread_name_prefix="ddptrain-store") as pool:
+            contents = dict(zip(paths, pool.map(self.read, paths), strict=True))
+        return {path: data for path, data in contents.items() if data is not None}
+
+    def files(self, folder: str = "") -> dict[str, Listed]:
+        """Return every object below a folder, by its path from here."""
+
+        def listed() -> dict[str, Listed]:
+            try:
+                return {item.key: item for item in self.listing(folder)}
+            except StoreMissing:  # the folder comes with its first object
+                return {}
+
+        return self._again(listed)
+
+    def fetch(self, paths: str | Mapping[str, Listed], target: Path, have_bytes: int = 0, time_ns: int = 0) -> None:
+        """Replace a local file by an object, or by several that are joined. Raises NotFound, StoreError.
+
+        have_bytes: the local file begins with so many bytes of the joined ones, which stay. time_ns: the new
+        modification time of the local file; 0: the time now.
+        """
+        objects = {paths: 0} if isinstance(paths, str) else {path: each.size_bytes for path, each in paths.items()}
+
+        from ddptrain.file_ops import atomic_file  # ranks, which read images, do not need it
+
+        def download() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(target, durable=False) as file:
+                if have_bytes:
+                    with target.open("rb") as before:
+                        file.write(before.read(have_bytes))
+                skip = have_bytes
+                for path, size_bytes in objects.items():
+                    if skip < size_bytes or not skip:
+                        for chunk in [self.get(path, start=skip)] if skip else self.chunks(path):
+                            file.write(chunk)
+                    skip = max(0, skip - size_bytes)
+                if time_ns:
+                    file.flush()
+                    os.utime(file.fileno(), ns=(time_ns, time_ns))
+
+        try:
+            self._again(download)
+        except OSError as error:
+            raise StoreError(
+                f"{self.url}/{next(iter(objects))} can't be downloaded: cannot write {target}: "
+                f"{error.strerror or error}"
+            ) from error
+
+    def _again(self, work: Callable[[], T]) -> T:
+        for pause_s in self.pauses_s:
+            try:
+                return work()
+            except (Transient, StoreUnreachable):
+                time.sleep(pause_s)
+        return work()

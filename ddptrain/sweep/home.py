@@ -26,7 +26,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, RunUpload, open_runs_dir
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.sweep_record import choose_sweep, find_sweep
-from ddptrain.storage.remote_folder import is_plain, is_url
+from ddptrain.storage.store import is_plain, is_url
 
 BEST = "best.yaml"
 # What may differ when a sweep is resumed: how long it takes, and how many trials run at the same time.

@@ -22,7 +22,8 @@ from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_host, 
 from ddptrain.errors import ClusterError, DdptrainError, one_line
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.remote_folder import RemoteFolder, is_url
+from ddptrain.storage.object_store import open_folder
+from ddptrain.storage.store import is_url
 from ddptrain.tracking.wandb.credentials import find_access
 from ddptrain.worker.host_facts import HostFacts
 
@@ -98,7 +99,7 @@ def _store(runs_dir: str) -> list[Check]:
     if not is_url(runs_dir):
         return []
     try:
-        RemoteFolder.open(runs_dir).check()
+        open_folder(runs_dir).check()
     except DdptrainError as error:
         return [Check("store", Result.BAD, one_line(error))]
     return [Check("store", Result.OK, f"{hide_credentials(runs_dir)} can be listed")]

@@ -30,8 +30,8 @@ from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
-from ddptrain.storage.remote_folder import RemoteFolder, is_plain
-from ddptrain.storage.store import StoreError
+from ddptrain.storage.object_store import ObjectStore, open_folder
+from ddptrain.storage.store import StoreError, is_plain
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, TOKEN_FILE, access_to, without_credentials
 from ddptrain.tracking.wandb.wandb_folders import LINKS, STATE_FILES, SYNCED, RunPart, links_in, unsent_parts
 
@@ -109,7 +109,7 @@ def sync_run(
         try:
             if not view.layout.is_original:
                 folder = stack.enter_context(temp_folder("ddptrain-sync-"))
-                copy = _StoredRun(RemoteFolder.open(view.layout.where), RunLayout(folder / "run"))
+                copy = _StoredRun(open_folder(view.layout.where), RunLayout(folder / "run"))
                 view = RunView(copy.layout, view.record)
                 copy.refresh()
             if not _waiting(view):
@@ -263,7 +263,7 @@ class _StoredRun:
     Files are empty until they are fetched, except for state files, which show what was sent.
     """
 
-    def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
+    def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
         self._store, self.layout = store, layout
         self._paths: list[str] = []
         self._states: dict[str, bytes] = {}

@@ -15,7 +15,7 @@ from ddptrain.results.checkpoints.verification import Manifest, parse_manifest, 
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, checkpoint_folders, step_name, step_of
 from ddptrain.results.secure_files import write_file
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Store
 
 CHECKPOINTS = "checkpoints"
 OUTGOING = ".outgoing"
@@ -30,7 +30,7 @@ class StoredCheckpoints:
     Other threads may change the working folder at the same time.
     """
 
-    def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
+    def __init__(self, store: Store, layout: RunLayout) -> None:
         self._store = store
         self._layout = layout
         self._stored: dict[int, Manifest] | None = None  # step -> manifest of a complete checkpoint in the store
@@ -175,7 +175,7 @@ def _link_files(source: Path, target: Path) -> bool:
 # --- Download ---
 
 
-def download_newest(run: RemoteFolder, paths: Iterable[str], folder: Path, warn: Callable[[str], None]) -> None:
+def download_newest(run: Store, paths: Iterable[str], folder: Path, warn: Callable[[str], None]) -> None:
     """Download the newest checkpoint that matches its manifest; `warn` is called for each damaged one.
 
     Of older checkpoints only the manifests are downloaded, so that `checkpoint.keep` counts and later deletes them.
@@ -194,7 +194,7 @@ def download_newest(run: RemoteFolder, paths: Iterable[str], folder: Path, warn:
         return
 
 
-def download_checkpoints(run: RemoteFolder, folder: Path) -> None:
+def download_checkpoints(run: Store, folder: Path) -> None:
     """Download the checkpoints that match their manifests.
 
     One that the folder has already is not downloaded again. Raises ResultsError, StoreError.
@@ -204,7 +204,7 @@ def download_checkpoints(run: RemoteFolder, folder: Path) -> None:
             _fetch(run, folder, step, manifest)
 
 
-def download_model(run: RemoteFolder, folder: Path, paths: Iterable[str], which: str = BEST) -> None:
+def download_model(run: Store, folder: Path, paths: Iterable[str], which: str = BEST) -> None:
     """Download a checkpoint, unless the folder has it: best (or else the newest), latest, or a name such as step-100.
 
     Raises RunNotFound if there is none; ResultsError, StoreError.
@@ -226,7 +226,7 @@ def download_model(run: RemoteFolder, folder: Path, paths: Iterable[str], which:
         write_file(folder / CHECKPOINTS / name, f"{step_name(step)}\n".encode())
 
 
-def _fetch(run: RemoteFolder, folder: Path, step: int, manifest: Manifest) -> None:
+def _fetch(run: Store, folder: Path, step: int, manifest: Manifest) -> None:
     """Download a checkpoint's files, then its manifest, and compare them, unless the folder has it.
 
     Raises CheckpointDamaged, and then the folder does not have it; StoreError.
@@ -266,7 +266,7 @@ def _write_manifest(folder: Path, step: int, manifest: Manifest) -> None:
 # --- Manifests and paths in a store ---
 
 
-def _manifests(run: RemoteFolder, paths: Iterable[str]) -> dict[int, Manifest]:
+def _manifests(run: Store, paths: Iterable[str]) -> dict[int, Manifest]:
     """Return the manifests of a run's checkpoints, by step."""
     steps = {}
     for path in paths:

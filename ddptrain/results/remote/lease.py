@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.host_identity import this_host
 from ddptrain.log import Log
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Limits, NoConditionalWrites, StoreError, Versioned, WriteConflict
 
 _log = Log(__name__)
@@ -76,7 +76,7 @@ def claim_from(data: bytes | None) -> Claim | None:
 class StoreLock:
     """Holds the lock of a run; `store` is the run's folder."""
 
-    def __init__(self, store: RemoteFolder, *, refresh_s: float = _REFRESH_S) -> None:
+    def __init__(self, store: ObjectStore, *, refresh_s: float = _REFRESH_S) -> None:
         self.store = store
         self.claim = Claim.of_this_process()
         self._folder = store.with_limits(_LIMITS)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
@@ -24,7 +24,7 @@ from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.lease import LOCK, run_for
 from ddptrain.results.run_record import RecordError, RunRecord
 from ddptrain.results.tracker_records import TEMPORARY
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Listed, StoreError
 
 _log = Log(__name__)
@@ -88,10 +88,10 @@ class Uploader:
     """
 
     def __init__(
-        self, store: RemoteFolder, root: Path, token: str = "", max_failures: int = 5, pace: Pace = Pace()
+        self, store: ObjectStore, root: Path, token: str = "", max_failures: int = 5, pace: Pace = Pace()
     ) -> None:
         self._stopped = threading.Event()
-        self.store = replace(store, wait=self._stopped.wait)
+        self.store = store
         self.root = root
         self._token, self._max_failures, self._pace = token, max_failures, pace
         self._checkpoints = StoredCheckpoints(self.store, RunLayout(root))

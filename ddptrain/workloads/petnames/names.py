@@ -16,7 +16,8 @@ from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import read_regular, write_atomic
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import StoreError, fetch
+from ddptrain.storage.sources import fetch
+from ddptrain.storage.store import StoreError
 from ddptrain.workloads.held_out import HeldOut, digest_of
 from ddptrain.workloads.petnames.params import PetnamesParams
 

@@ -12,7 +12,6 @@ import pytest
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
-from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
 
 RECORD = RetrainRecord(
@@ -30,7 +29,7 @@ RECORD = RetrainRecord(
 
 @pytest.fixture
 def records(tmp_path: Path) -> RetrainRecords:
-    return RetrainRecords(RemoteFolder(OwnFolder(tmp_path / "models")), "names")
+    return RetrainRecords(OwnFolder(tmp_path / "models"), "names")
 
 
 def test_record_is_read_as_it_was_written(records: RetrainRecords) -> None:

@@ -11,7 +11,6 @@ from obstore.exceptions import PreconditionError
 from obstore.store import LocalStore, MemoryStore
 
 from ddptrain.storage.object_store import ObjectStore
-from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Limits, Location
 
 
@@ -41,12 +40,18 @@ class WatchedStore:
         return call
 
 
-def watched_store(name: str = "store") -> tuple[RemoteFolder, WatchedStore]:
+class _SameLimits(ObjectStore):
+    """A store that can't be opened again."""
+
+    def with_limits(self, limits: Limits) -> ObjectStore:
+        return self
+
+
+def watched_store(name: str = "store") -> tuple[ObjectStore, WatchedStore]:
     """A folder in a store of its own, with two quick retries."""
-    watched = WatchedStore()
-    # The scheme is unknown, so that no code opens the location again.
-    store = ObjectStore(Location(f"memory://{name}", {}, "results.dir"), watched, Limits())  # type: ignore[arg-type]
-    return RemoteFolder(store, wait=lambda seconds: False, pauses_s=(0.0, 0.0)), watched
+    watched: Any = WatchedStore()
+    location = Location(f"memory://{name}", {}, "results.dir")
+    return _SameLimits(location, watched, Limits(), pauses_s=(0.0, 0.0)), watched
 
 
 class _FolderStore:
@@ -70,9 +75,8 @@ class _FolderStore:
 def serve_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let the bucket `bucket` be a folder of this machine, in this process; return its URL."""
 
-    def open_folder(location: Location, limits: Limits) -> ObjectStore:
-        inside = location.url.removeprefix("s3://bucket").strip("/")
-        return ObjectStore(location, _FolderStore(str(folder / inside)), limits)  # type: ignore[arg-type]
+    def opened(location: Location, limits: Limits) -> Any:
+        return _FolderStore(str(folder / location.url.removeprefix("s3://bucket").strip("/")))
 
-    monkeypatch.setattr("ddptrain.storage.object_store.open_object_store", open_folder)
+    monkeypatch.setattr("ddptrain.storage.object_store._open", opened)
     return "s3://bucket"

@@ -19,7 +19,7 @@ from ddptrain.results.annotations import (
 )
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import Origin
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Versioned, WriteConflict
 from tests.unit.results.stores import watched_store
 
@@ -130,7 +130,7 @@ def test_a_conflict_in_a_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
     data = {"now": Annotations(("a",)).to_json()}
     conflicts = [Annotations(("a", "other")).to_json()]
 
-    def write(folder: RemoteFolder, path: str, new: bytes, before: Versioned | None) -> Versioned:
+    def write(folder: ObjectStore, path: str, new: bytes, before: Versioned | None) -> Versioned:
         if conflicts:
             data["now"] = conflicts.pop()
         if before is None or before.data != data["now"]:
@@ -138,14 +138,14 @@ def test_a_conflict_in_a_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
         data["now"] = new
         return Versioned(new)
 
-    monkeypatch.setattr(RemoteFolder, "read_versioned", lambda folder, path: Versioned(data["now"]))
-    monkeypatch.setattr(RemoteFolder, "write_versioned", write)
+    monkeypatch.setattr(ObjectStore, "read_versioned", lambda folder, path: Versioned(data["now"]))
+    monkeypatch.setattr(ObjectStore, "write_versioned", write)
     run = watched_store()[0].below("a-1")
     assert edit_stored(run, lambda before: before.with_tags(["mine"])).tags == ("a", "other", "mine")
 
-    def always(folder: RemoteFolder, path: str, new: bytes, before: Versioned | None) -> Versioned:
+    def always(folder: ObjectStore, path: str, new: bytes, before: Versioned | None) -> Versioned:
         raise WriteConflict("written by another process")
 
-    monkeypatch.setattr(RemoteFolder, "write_versioned", always)
+    monkeypatch.setattr(ObjectStore, "write_versioned", always)
     with pytest.raises(ClusterError, match="try again"):
         edit_stored(run, lambda before: before)

@@ -33,7 +33,7 @@ from ddptrain.results.run_record import DriverRecord, RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, StoreRuns
 from ddptrain.results.show.render import size
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore
 from tests.unit.results.stores import WatchedStore, watched_store
 
 # --- Runs in a folder are deleted: completely or not at all, and only those that nobody uses ---
@@ -353,19 +353,19 @@ FILES = ("checkpoints/step-1/model.safetensors", "checkpoints/step-1/checkpoint.
 
 
 @pytest.fixture
-def watched() -> tuple[RemoteFolder, WatchedStore]:
+def watched() -> tuple[ObjectStore, WatchedStore]:
     return watched_store()
 
 
 @pytest.fixture
-def fs(watched: tuple[RemoteFolder, WatchedStore]) -> WatchedStore:
+def fs(watched: tuple[ObjectStore, WatchedStore]) -> WatchedStore:
     """The store of the runs, whose calls may fail."""
     return watched[1]
 
 
 @pytest.fixture
 def runs_prune_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[RemoteFolder, WatchedStore]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[ObjectStore, WatchedStore]
 ) -> StoreRuns:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

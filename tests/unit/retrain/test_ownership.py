@@ -28,7 +28,6 @@ from ddptrain.retrain.fingerprint import (
     names_data,
 )
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.storage.remote_folder import RemoteFolder
 
 # --- The lock of a model in a folder; tests/integration has the one in an object store ---
 
@@ -39,9 +38,9 @@ import sys, time
 from pathlib import Path
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore, open_folder
 
-owner = ModelOwner(RemoteFolder(OwnFolder(Path(sys.argv[1]))), "names")
+owner = ModelOwner(OwnFolder(Path(sys.argv[1])), "names")
 with owner.owned(0.0, print, lambda: None):
     print("owned", flush=True)
     time.sleep(60)
@@ -49,7 +48,7 @@ with owner.owned(0.0, print, lambda: None):
 
 
 def owner_in(folder: Path) -> ModelOwner:
-    return ModelOwner(RemoteFolder(OwnFolder(folder / "models")), "names")
+    return ModelOwner(OwnFolder(folder / "models"), "names")
 
 
 @contextmanager

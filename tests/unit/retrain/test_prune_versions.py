@@ -61,7 +61,7 @@ def test_model_without_versions_has_nothing_to_delete(tmp_path: Path) -> None:
 def test_deletion_that_was_killed_is_finished(
     registry: ModelRegistry, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, count = OwnFolder.delete, 0
+    real, count = OwnFolder.remove, 0
 
     def die(store: OwnFolder, key: str) -> None:
         nonlocal count
@@ -71,7 +71,7 @@ def test_deletion_that_was_killed_is_finished(
         real(store, key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OwnFolder, "delete", die)
+        patch.setattr(OwnFolder, "remove", die)
         with pytest.raises(KeyboardInterrupt):
             prune_versions(registry, "names", 1)
     folder = registry._version_folder("names", 5)

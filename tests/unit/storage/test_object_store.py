@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
-from ddptrain.errors import UsageError
+from ddptrain.errors import ExitCode, RunLocked, UsageError
 from ddptrain.storage import object_store
-from ddptrain.storage.object_store import ObjectStore, settings_for, store_error
+from ddptrain.storage.object_store import ObjectStore, open_folder, settings_for, store_error
+from ddptrain.storage.sources import open_source
 from ddptrain.storage.store import (
     Limits,
     Location,
@@ -21,11 +24,12 @@ from ddptrain.storage.store import (
     StoreForbidden,
     StoreMissing,
     StoreUnreachable,
-    TooLarge,
     Transient,
     WriteConflict,
-    open_store,
+    is_plain,
+    is_url,
 )
+from tests.unit.results.stores import watched_store
 
 
 @pytest.fixture(autouse=True)
@@ -53,56 +57,122 @@ def store() -> ObjectStore:
     return ObjectStore(Location("s3://bucket/runs", {}, "results.dir"), memory, Limits())
 
 
-def test_files_and_folders_are_listed_from_any_folder(store: ObjectStore, tmp_path: Path) -> None:
+def test_folder_of_a_store_is_written_listed_and_read(store: ObjectStore, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"123")
-    store.put("a/b/deep", tmp_path / "x")
-    store.put("a/near", b"12")
-    store.put("ab/other", b"1")
-    assert (store.folders(), store.folders("a"), store.folders("none")) == (["a", "ab"], ["b"], [])
-    assert {item.key: item.size_bytes for item in store.listing("a")} == {"a/b/deep": 3, "a/near": 2}
-    assert list(store.listing("none")) == []
-    store.delete("a/near")
-    assert [item.key for item in store.listing("a")] == ["a/b/deep"]
+    store.write("a/b/deep", tmp_path / "x")
+    store.below("a").write("near", b"12")
+    store.write("ab/other", b"1")
+    assert (store.folders(), store.below("a").folders(), store.below("none").folders()) == (["a", "ab"], ["b"], [])
+    for files in (store.below("a").files(), {path[2:]: each for path, each in store.files("a").items()}):
+        assert {path: each.size_bytes for path, each in files.items()} == {"b/deep": 3, "near": 2}
+    assert store.below("none").files() == {} and store.read("none") is None
+    store.remove("a/near")
+    store.remove("a/near")
+    assert store.read_all(["a/b/deep", "a/near"]) == {"a/b/deep": b"123"}
 
 
 def test_content_is_limited_and_may_begin_later(store: ObjectStore) -> None:
-    store.put("x", b"12345")
-    assert (store.get("x"), store.get("x", start=3), store.get("x", limit_bytes=5)) == (b"12345", b"45", b"12345")
-    with pytest.raises(TooLarge, match=r"s3://bucket/runs/x can't be read: it has more than 4 bytes"):
-        store.get("x", limit_bytes=4)
+    store.write("x", b"12345")
+    assert (store.get("x"), store.get("x", start=3), store.read("x", limit_bytes=5)) == (b"12345", b"45", b"12345")
+    with pytest.raises(StoreError, match=r"s3://bucket/runs/x can't be read: it has more than 4 bytes"):
+        store.read("x", limit_bytes=4)
     for read in (lambda: store.get("none"), lambda: list(store.chunks("none"))):
         with pytest.raises(NotFound):
             read()
 
 
+def test_files_are_downloaded_whole_or_not_at_all(store: ObjectStore, tmp_path: Path) -> None:
+    store.write("x/log", b"12345")
+    store.write("x/log.00001", b"678")
+    store.below("x").fetch("log", tmp_path / "deep/copy")
+    store.below("x").fetch(store.below("x").files(), tmp_path / "deep/copy", have_bytes=5, time_ns=7 * 10**9)
+    assert (tmp_path / "deep/copy").read_bytes() == b"12345678" and (tmp_path / "deep/copy").stat().st_mtime == 7
+    with pytest.raises(NotFound):
+        store.fetch("x/none", tmp_path / "deep/none")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["copy"]
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=rf"{store.url}/x/log can't be downloaded: cannot write {tmp_path}/file/x: "):
+        store.fetch("x/log", tmp_path / "file" / "x")
+
+
 def test_large_object_comes_in_parts_of_one_version(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_PART_BYTES", 4)
-    store.put("x", b"123456789")
+    store.write("x", b"123456789")
     assert list(store.chunks("x")) == [b"1234", b"5678", b"9"]
     parts = store.chunks("x")
     assert next(parts) == b"1234"
-    store.put("x", b"abcdefghi")
+    store.write("x", b"abcdefghi")
     with pytest.raises(Transient, match="it was replaced meanwhile"):
         next(parts)
 
 
 def test_conditional_write_needs_the_version_that_was_read(store: ObjectStore) -> None:
-    assert store.get_versioned("run.lock") is None
-    mine = store.put_versioned("run.lock", b"mine", None)
+    assert store.read_versioned("run.lock") is None
+    mine = store.write_versioned("run.lock", b"mine", None)
     with pytest.raises(WriteConflict):
-        store.put_versioned("run.lock", b"theirs", None)
-    read = store.get_versioned("run.lock")
+        store.write_versioned("run.lock", b"theirs", None)
+    read = store.read_versioned("run.lock")
     assert read is not None and (read.data, read.version) == (b"mine", mine.version)
-    newer = store.put_versioned("run.lock", b"again", read)
+    newer = store.write_versioned("run.lock", b"again", read)
     with pytest.raises(WriteConflict):
-        store.put_versioned("run.lock", b"late", mine)
+        store.write_versioned("run.lock", b"late", mine)
     assert store.get("run.lock") == b"again" and newer.version != mine.version
 
 
 def test_conditions_are_tested_with_an_object_that_is_deleted(store: ObjectStore) -> None:
-    store.put("other", b"")  # takes the version "0" of the store in memory, which the test uses as a wrong one
+    store.write("other", b"")  # takes the version "0" of the store in memory, which the test uses as a wrong one
     assert store.test_conditions("probe") > 1.7e9
-    assert [item.key for item in store.listing()] == ["other"]
+    assert list(store.files()) == ["other"]
+
+
+def test_failures_that_may_pass_are_tried_again() -> None:
+    store, fs = watched_store()
+    fs.errors = [OSError("reset by peer"), TimeoutError()]
+    store.write("a/b", b"1")
+    fs.errors = [OSError("reset\nby peer")] * 3
+    with pytest.raises(Transient, match=rf"^{store.url}/a/b can't be written: reset"):
+        store.write("a/b", b"1")
+    assert not fs.errors, "two retries"
+    fs.errors = [PermissionDeniedError("no"), OSError("never asked")]
+    with pytest.raises(StoreForbidden, match="no") as refused:
+        store.read("a/b")
+    assert len(fs.errors) == 1 and refused.value.exit_code == ExitCode.USAGE
+
+
+def test_guard_is_asked_before_each_change_and_no_read(store: ObjectStore) -> None:
+    store.write("there", b"1")
+
+    def refuse() -> None:
+        raise RunLocked("taken")
+
+    guarded = replace(store, guard=refuse)
+    for change in (
+        lambda: guarded.write("x", b""),
+        lambda: guarded.remove("there"),
+        lambda: guarded.write_versioned("x", b"", None),
+    ):
+        with pytest.raises(RunLocked):
+            change()
+    assert list(guarded.files()) == ["there"] and guarded.read("there") == b"1"
+
+
+@pytest.mark.parametrize("path", ["", "/", "a//b", "../a", "a/..", "./a", "a\\b", "a\nb"])
+def test_path_that_leads_elsewhere_is_not_plain(path: str) -> None:
+    assert not is_plain(path) and is_plain("a/b c/..d")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s5://b/c", "cannot keep runs or models in s5://b/c: give a path, or a bucket of S3, "),
+        ("file:///tmp/runs", "give a path"),
+        ("s3://", "give a bucket or a folder"),
+    ],
+)
+def test_address_that_leads_nowhere_is_a_usage_error(url: str, says: str) -> None:
+    assert is_url(url) and not is_url("/a//b")
+    with pytest.raises(UsageError, match=says):
+        open_folder(url)
 
 
 # --- what a failed request says: the place, the value that may be wrong, and what to set ---
@@ -119,11 +189,6 @@ def test_closed_port_names_the_endpoint_without_its_password() -> None:
     assert said(REFUSED) == f"{start}is its endpoint right, and the server up?"
     assert said(REFUSED, endpoint="http://h:9") == f"{start}is its endpoint, http://h:9, right, and the server up?"
     assert "secret" not in said(REFUSED, endpoint="http://me:secret@h:9")
-
-
-def test_endpoint_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
-    assert said(REFUSED).endswith("is its endpoint, http://minio:9000, right, and the server up?")
 
 
 def test_wrong_region_names_the_region_that_was_asked() -> None:
@@ -149,7 +214,7 @@ def test_names_of_obstore_are_passed_on() -> None:
     }
     client = {"allow_invalid_certificates": True}
     assert settings("s3://b/p", **options, client_options=client) == {**options, "client_options": client}
-    open_store(Location("s3://b/p", {**options, "client_options": client}))
+    open_source(Location("s3://b/p", {**options, "client_options": client}))
 
 
 def test_environment_says_where_and_the_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +267,7 @@ def test_account_of_azure_is_in_the_address() -> None:
 )
 def test_wrong_option_is_named(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError) as caught:
-        open_store(Location("s3://b/p", options))
+        open_source(Location("s3://b/p", options))
     assert problem in str(caught.value) and "12345" not in str(caught.value)
 
 
@@ -210,12 +275,12 @@ def test_a_container_of_azure_is_no_secret() -> None:
     assert at("abfs://box@acc.dfs.core.windows.net/dogs").description == "abfs://box@acc.dfs.core.windows.net/dogs"
     assert "secret" not in at("abfs://me:secret@acc/dogs").description
     with pytest.raises(UsageError, match=r"az://box/dogs can't be opened: .*Account must be specified"):
-        open_store(at("az://box/dogs"))
+        open_source(at("az://box/dogs"))
 
 
 def test_a_url_without_a_bucket_is_a_clear_error() -> None:
     with pytest.raises(StoreMissing, match="contains no bucket"):
-        open_store(at("s3:///x"))
+        open_source(at("s3:///x"))
 
 
 # --- what errors of obstore mean ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import fsspec
 import pytest
 
 from ddptrain.errors import ExitCode, UsageError
+from ddptrain.storage.sources import fetch, open_source
 from ddptrain.storage.store import (
     Location,
     NotFound,
@@ -24,8 +26,6 @@ from ddptrain.storage.store import (
     StoreMissing,
     StoreUnreachable,
     Transient,
-    fetch,
-    open_store,
 )
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
@@ -64,12 +64,6 @@ def test_nothing_secret_shows_in_a_location() -> None:
     assert all(secret not in f"{location!r} {location.description}" for secret in ("passw0rd", "t0ken", "s3cret"))
 
 
-def test_drawings_need_no_store() -> None:
-    store = open_store(at("builtin"))
-    first = next(iter(store.listing()))
-    assert store.get(first.key)
-
-
 def test_no_library_that_must_not_be_forked_is_loaded_before_a_store_is_opened() -> None:
     code = "import ddptrain.workloads.images.data.listing, sys; print({'torch', 'obstore', 'fsspec'} & {*sys.modules})"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -83,7 +77,7 @@ def test_a_folder_is_listed_and_read_whatever_its_files_are_called(tmp_path: Pat
     for name in HARD_NAMES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
-    store = open_store(at(str(tmp_path)))
+    store = open_source(at(str(tmp_path)))
     listed = list(store.listing())
     assert sorted(item.key for item in listed) == sorted(HARD_NAMES)
     assert all(
@@ -97,12 +91,12 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "a").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "again").symlink_to(tmp_path / "source")
-    assert [item.key for item in open_store(at(str(tmp_path / "source"))).listing()] == ["a/1.jpg"]
+    assert [item.key for item in open_source(at(str(tmp_path / "source"))).listing()] == ["a/1.jpg"]
 
 
 def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"1")
-    store = open_store(at(str(tmp_path)))
+    store = open_source(at(str(tmp_path)))
     (before,) = store.listing()
     (tmp_path / "b.jpg").write_bytes(b"2")
     os.replace(tmp_path / "b.jpg", tmp_path / "a.jpg")
@@ -114,14 +108,14 @@ def test_a_changed_file_has_another_version(tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_missing(tmp_path: Path, path: str, words: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreMissing, match=f"{tmp_path}/{path} {words}") as caught:
-        list(open_store(at(str(tmp_path / path))).listing())
+        list(open_source(at(str(tmp_path / path))).listing())
     assert caught.value.exit_code == ExitCode.USAGE
 
 
 def test_a_file_that_has_gone_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     with pytest.raises(NotFound) as caught:
-        open_store(at(str(tmp_path))).get("a/1.jpg")
+        open_source(at(str(tmp_path))).get("a/1.jpg")
     assert caught.value.key == "a/1.jpg"
 
 
@@ -129,7 +123,7 @@ def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_pat
     with pytest.raises(
         StoreMissing, match=rf"the folder {tmp_path}/none does not exist on .*: every rank must be able to read it"
     ):
-        open_store(at(str(tmp_path / "none"))).get("a/1.jpg")
+        open_source(at(str(tmp_path / "none"))).get("a/1.jpg")
 
 
 def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
@@ -147,13 +141,13 @@ def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
 def test_a_file_system_of_fsspec_is_listed_and_read() -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe({f"/pets/{name}": name.encode() for name in HARD_NAMES})
-    store = open_store(at("memory://pets"))
+    store = open_source(at("memory://pets"))
     assert sorted(item.key for item in store.listing()) == sorted(HARD_NAMES)
     assert store.get(HARD_NAMES[2]) == HARD_NAMES[2].encode()
     with pytest.raises(NotFound):
         store.get("x y/none.jpg")
     with pytest.raises(StoreMissing, match="memory://nothing"):
-        list(open_store(at("memory://nothing")).listing())
+        list(open_source(at("memory://nothing")).listing())
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -186,7 +180,7 @@ def test_pages_of_links_are_listed_and_read_and_a_bad_moment_is_passed_over(tmp_
         (tmp_path / "dogs" / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / "dogs" / name).write_bytes(name.encode())
     with serving(functools.partial(Quiet, directory=tmp_path)) as url:
-        store = open_store(at(f"{url}/dogs/"))
+        store = open_source(at(f"{url}/dogs/"))
         Quiet.failing = 1
         assert sorted(item.key for item in store.listing()) == sorted(HARD_NAMES)
         assert all(store.get(name) == name.encode() for name in HARD_NAMES)
@@ -196,9 +190,9 @@ def test_pages_of_links_are_listed_and_read_and_a_bad_moment_is_passed_over(tmp_
         with pytest.raises(NotFound):
             store.get("x y/none.jpg")
         with pytest.raises(StoreMissing, match="/none does not exist"):
-            list(open_store(at(f"{url}/none")).listing())
+            list(open_source(at(f"{url}/none")).listing())
         with pytest.raises(StoreForbidden, match="403"):
-            list(open_store(at(f"{url}/secret")).listing())
+            list(open_source(at(f"{url}/secret")).listing())
         Quiet.failing = 99  # a folder that can't be listed is no empty one
         with pytest.raises(StoreUnreachable, match="503"):
             list(store.listing())
@@ -224,6 +218,17 @@ def test_small_file_without_end_is_cut_off() -> None:
         assert 1_000_000 < len(fetch(f"{url}/names.txt", {}, "params.names", 1_000_000)) < 20_000_000
 
 
+def test_server_that_refuses_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    store = open_source(at(f"http://{place}/names.txt"))
+    with pytest.raises(StoreUnreachable, match=rf"can't be read: {place} refuses the connection: is the server up"):
+        b"".join(store.chunks(""))
+    with pytest.raises(Transient, match="refuses the connection"):
+        store.get("dogs.txt")
+
+
 def test_an_unknown_protocol_is_a_clear_error() -> None:
     with pytest.raises(UsageError, match=r"params\.source nonsense://x can't be opened: ValueError"):
-        open_store(at("nonsense://x"))
+        open_source(at("nonsense://x"))

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 from ddptrain.errors import UsageError
 from ddptrain.storage.object_store import settings_for
-from ddptrain.storage.store import Location, NotFound, StoreUnreachable, open_store
-from ddptrain.storage.synthetic import SHAPES, SyntheticImages
+from ddptrain.storage.sources import open_source
+from ddptrain.storage.store import Location, NotFound, StoreUnreachable
+from ddptrain.workloads.images.data.synthetic import SHAPES, SyntheticImages
 from ddptrain.workloads.images.dataset import ImageFolder, UnreadableImage
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.prediction_tables import (
@@ -38,7 +39,7 @@ from tests.servers.images_on_s3 import draw_folder
 @pytest.mark.parametrize("url", ["s3://me:hush@box/x", "gs://hush@box", "abfs://me:hush@acc/dogs"])
 def test_credentials_in_an_address_are_refused_before_they_are_sent_anywhere(url: str) -> None:
     with pytest.raises(UsageError, match=r"<left out>@.* contains credentials.*params\.source_options") as caught:
-        open_store(Location(url))
+        open_source(Location(url))
     assert "hush" not in str(caught.value)
 
 
@@ -55,7 +56,7 @@ def test_a_server_that_is_down_is_no_mistake_in_the_options() -> None:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(StoreUnreachable, match=rf"ftp://<left out>@{where}/x can't be opened: .*refused"):
-            open_store(Location(f"ftp://me:hush@{where}/x"))
+            open_source(Location(f"ftp://me:hush@{where}/x"))
 
 
 # --- images dataset ---

@@ -16,8 +16,9 @@ from pathlib import Path, PurePosixPath
 from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
-from ddptrain.storage.store import Limits, Listed, Location, open_store
+from ddptrain.storage.store import Limits, Listed, Location
 from ddptrain.workloads.images.data.manifest import FILE, PARTS, Manifest, is_plain_key
+from ddptrain.workloads.images.data.synthetic import open_images
 from ddptrain.workloads.images.model.labels import outputs_of
 from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
 from ddptrain.workloads.images.params import ImagesParams
@@ -175,7 +176,7 @@ def is_split(folders: AbstractSet[str], where: str) -> bool:
 
 def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
     next_word = time.monotonic() + _TELL_FIRST_S
-    store = open_store(location, Limits(_TIMEOUT_S, retries=_RETRIES, patience_s=_PATIENCE_S))
+    store = open_images(location, Limits(_TIMEOUT_S, retries=_RETRIES, patience_s=_PATIENCE_S))
     for number, item in enumerate(store.listing(), 1):
         yield item
         if tell is not None and number % 1000 == 0 and time.monotonic() > next_word:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddptrain.errors import DdptrainError
-from ddptrain.storage.store import Limits, Location, NotFound, StoreMissing, StoreUnreachable, Transient, open_store
+from ddptrain.storage.store import Limits, Location, NotFound, StoreMissing, StoreUnreachable, Transient
+from ddptrain.workloads.images.data.synthetic import open_images
 from ddptrain.workloads.images.loader.cache import Cache
 
 REQUESTS = 32
@@ -67,7 +68,7 @@ class RetryPolicy:
 
 
 def _open_store(location: Location) -> ObjectSource:
-    return open_store(location, Limits(_TIMEOUT_S))
+    return open_images(location, Limits(_TIMEOUT_S))
 
 
 class Reader:

@@ -20,7 +20,7 @@ from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.uploader import Uploader
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore, open_folder
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
 
@@ -30,7 +30,7 @@ ACQUISITIONS = 1000
 _OWNER = """
 import os, sys, threading
 from ddptrain.errors import RunLocked
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore, open_folder
 from ddptrain.results.remote.lease import StoreLock
 
 url, inside, share, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -38,7 +38,7 @@ taken, refused, doubles = [], [], []
 
 
 def take_often():
-    lock = StoreLock(RemoteFolder.open(url))
+    lock = StoreLock(open_folder(url))
     while len(taken) < share:
         try:
             lock.take()
@@ -69,26 +69,26 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 @pytest.fixture
-def store(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteFolder:
+def store(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     """A folder of its own in a store that keeps conditions."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return replace(RemoteFolder.open(f"s3://bucket/{tmp_path.name}"), pauses_s=(0.0,))
+    return replace(open_folder(f"s3://bucket/{tmp_path.name}"), pauses_s=(0.0,))
 
 
-def there(store: RemoteFolder) -> Claim:
+def there(store: ObjectStore) -> Claim:
     claim = claim_from(store.read(LOCK))
     assert claim is not None
     return claim
 
 
-def write_claim(store: RemoteFolder, **changes: Any) -> None:
+def write_claim(store: ObjectStore, **changes: Any) -> None:
     claim = replace(Claim.of_this_process(), **changes)
     store.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
 
 
 @pytest.mark.slow
-def test_of_many_that_want_it_only_one_has_it(store: RemoteFolder, environment: dict[str, str], tmp_path: Path) -> None:
+def test_of_many_that_want_it_only_one_has_it(store: ObjectStore, environment: dict[str, str], tmp_path: Path) -> None:
     processes, threads = 2, 2
     words = [store.url, str(tmp_path / "inside"), str(ACQUISITIONS // processes), str(threads)]
     owners = [
@@ -103,7 +103,7 @@ def test_of_many_that_want_it_only_one_has_it(store: RemoteFolder, environment: 
     assert doubles == 0
 
 
-def test_host_names_and_clocks_of_hosts_do_not_matter(store: RemoteFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_names_and_clocks_of_hosts_do_not_matter(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     # A container on another host, which is called as this one, and whose process ids mean nothing here; its clock is
     # slow by an hour, and one that asks has a clock that is fast by an hour.
     hour_s = 3600.0
@@ -118,7 +118,7 @@ def test_host_names_and_clocks_of_hosts_do_not_matter(store: RemoteFolder, monke
 
 
 def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_more(
-    store: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = StoreLock(store, refresh_s=PATIENCE_S * 10)  # no thread of its own tells it
     owner.take()
@@ -155,7 +155,7 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
         (server.buckets / "bucket").mkdir()
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        store = RemoteFolder.open("s3://bucket/run")
+        store = open_folder("s3://bucket/run")
         with pytest.raises(UsageError, match="ignores the conditions of writes; runs need a store with conditional"):
             StoreLock(store).take()
         assert not store.files(), "the object of the test is deleted"
@@ -170,7 +170,7 @@ def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, m
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    store = RemoteFolder.open(f"s3://bucket/{tmp_path.name}-profile")
+    store = open_folder(f"s3://bucket/{tmp_path.name}-profile")
     lock = StoreLock(store)
     lock.take()
     lock.release()

@@ -16,24 +16,24 @@ from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, NeededFiles, StoreRuns, fetch_config, open_runs_dir, split_run
 from ddptrain.results.show.log_follower import follow_logs
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import StoreError, StoreForbidden
 from tests.unit.results.stores import WatchedStore, serve_folder, watched_store
 
 
 @pytest.fixture
-def watched() -> tuple[RemoteFolder, WatchedStore]:
+def watched() -> tuple[ObjectStore, WatchedStore]:
     return watched_store()
 
 
 @pytest.fixture
-def fs(watched: tuple[RemoteFolder, WatchedStore]) -> WatchedStore:
+def fs(watched: tuple[ObjectStore, WatchedStore]) -> WatchedStore:
     """The store of the runs, whose calls may fail."""
     return watched[1]
 
 
 @pytest.fixture
-def runs(tmp_path: Path, watched: tuple[RemoteFolder, WatchedStore]) -> Iterator[StoreRuns]:
+def runs(tmp_path: Path, watched: tuple[ObjectStore, WatchedStore]) -> Iterator[StoreRuns]:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -41,7 +41,7 @@ def runs(tmp_path: Path, watched: tuple[RemoteFolder, WatchedStore]) -> Iterator
         yield StoreRuns(watched[0])
 
 
-def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> RemoteFolder:
+def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> ObjectStore:
     run = runs.store.below(run_id)
     record = {
         "run_id": run_id,
@@ -58,7 +58,7 @@ def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: A
     return run
 
 
-def hold(run: RemoteFolder, **changes: Any) -> None:
+def hold(run: ObjectStore, **changes: Any) -> None:
     claim = dataclasses.replace(Claim.of_this_process(), **{"host": "elsewhere", **changes})
     run.write(LOCK, json.dumps(dataclasses.asdict(claim)).encode())
 

@@ -21,7 +21,7 @@ from ddptrain.results.remote.checkpoints import download_checkpoints, download_m
 from ddptrain.results.remote.uploader import Pace, Uploader
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import StoreError
 from tests.unit.results.stores import watched_store
 
@@ -269,7 +269,7 @@ def test_files_without_a_manifest_are_deleted_and_other_folders_stay(kept: Kept)
 # --- what is brought to another machine ---
 
 
-def download(store: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
+def download(store: ObjectStore, folder: Path, warn: Callable[[str], None]) -> None:
     download_newest(store, store.files(), folder, warn)
 
 
@@ -278,7 +278,7 @@ def upload(kept: Kept) -> None:
     assert kept.uploads.flush(60) == ""
 
 
-def overwrite(store: RemoteFolder, path: str, data: bytes) -> None:
+def overwrite(store: ObjectStore, path: str, data: bytes) -> None:
     store.write(path, data)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ddptrain.storage.sources import open_source
 from ddptrain.storage.store import (
     Limits,
     Location,
@@ -17,7 +18,6 @@ from ddptrain.storage.store import (
     StoreMissing,
     StoreUnreachable,
     Transient,
-    open_store,
 )
 from ddptrain.workloads.images.data.listing import list_images, prepare
 from ddptrain.workloads.images.data.manifest import Manifest
@@ -74,7 +74,7 @@ def test_the_environment_says_who_asks_and_where(bucket: ImageBucket, monkeypatc
 
 def test_names_of_any_kind_are_listed_and_read(bucket: ImageBucket) -> None:
     for options in (bucket.signed_options(), bucket.anonymous_options()):
-        store = open_store(Location(f"s3://hard/{HARD_PREFIX}", options))
+        store = open_source(Location(f"s3://hard/{HARD_PREFIX}", options))
         assert sorted(item.key for item in store.listing()) == sorted(HARD_NAMES)
         assert all(store.get(name) == draw(seed=name) for name in HARD_NAMES)
 
@@ -96,7 +96,7 @@ def test_a_split_source_and_a_folder_of_its_own_in_a_store(bucket: ImageBucket, 
     assert (len(manifest.train), len(manifest.val), manifest.val_url) == (6, 4, "s3://split/pets/train")
     location = manifest.val_location(ImagesParams(**params))
     assert location is not None
-    assert len(open_store(location).get(manifest.keys[manifest.val[0]])) == manifest.sizes[manifest.val[0]]
+    assert len(open_source(location).get(manifest.keys[manifest.val[0]])) == manifest.sizes[manifest.val[0]]
 
 
 def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: ImageBucket, proxy: FaultProxy) -> None:
@@ -131,7 +131,7 @@ def test_a_source_that_can_not_be_listed_is_told_in_one_line(
 
 def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, proxy: FaultProxy) -> None:
     location = Location(bucket.url, bucket.signed_options(proxy.url))
-    store, hasty = open_store(location), open_store(location, Limits(0.5))
+    store, hasty = open_source(location), open_source(location, Limits(0.5))
     for fault in (Fault("status", status=503), Fault("reset"), Fault("truncate")):
         proxy.inject(fault)
         with pytest.raises(Transient):

@@ -6,10 +6,13 @@ import io
 import math
 import random
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw
+from ddptrain.storage.sources import open_source
+from ddptrain.storage.store import BUILTIN, UNKNOWN_SIZE, Limits, Listed, Location, NotFound, Source
 
-from ddptrain.storage.store import UNKNOWN_SIZE, Listed, Location, NotFound, Store
+if TYPE_CHECKING:
+    from PIL import ImageDraw
 
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 EACH = 100
@@ -20,11 +23,16 @@ Point = tuple[float, float]
 Colour = tuple[int, int, int]
 
 
-class SyntheticImages(Store):
-    """The images as a store; a key is, for example, circle/000.png."""
+def open_images(location: Location, limits: Limits) -> Source:
+    """Open a source of images in this process; see open_source()."""
+    return SyntheticImages(location) if location.protocol == BUILTIN else open_source(location, limits)
+
+
+class SyntheticImages(Source):
+    """The images as a source; a key is, for example, circle/000.png."""
 
     def __init__(self, location: Location) -> None:
-        super().__init__(location)
+        self.location = location
         self._keys = {f"{shape}/{number:03d}.png" for shape in SHAPES for number in range(EACH)}
 
     def listing(self, folder: str = "") -> Iterator[Listed]:
@@ -37,8 +45,14 @@ class SyntheticImages(Store):
             raise NotFound(key)
         return _drawn(key)
 
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """See Source."""
+        yield self.get(key)
+
 
 def _drawn(key: str) -> bytes:
+    from PIL import Image, ImageDraw
+
     shape = key.partition("/")[0]
     chance = random.Random(key)  # the same images on every machine
     image = Image.new("RGB", (SIZE, SIZE), _colour(chance, 0, _DARK))

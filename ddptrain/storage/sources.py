@@ -1,19 +1,22 @@
-"""A folder of this machine as a store of images. Symbolic links are followed; a folder is entered once."""
+"""Opens places that are read: folders of this machine, object stores, and what else fsspec knows."""
 
 from __future__ import annotations
 
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ddptrain.storage.store import (
+    OBJECT_STORES,
+    Limits,
     Listed,
     Location,
     NotFound,
-    Store,
+    Source,
     StoreError,
     StoreForbidden,
     StoreMissing,
@@ -21,18 +24,61 @@ from ddptrain.storage.store import (
     Transient,
 )
 
+DEFAULTS = Limits()
 _CHUNK_BYTES = 1 << 20
 
 
-class Folder(Store):
-    """A folder of this machine, for reading. Runs in a folder are written by results/run_writer.py."""
+def open_source(location: Location, limits: Limits = DEFAULTS) -> Source:
+    """Open a location in this process; no request is sent yet. Raises UsageError for unknown options; StoreError."""
+    # The backends are imported here: obstore and fsspec start threads, which a process must not have if it forks.
+    if location.protocol == "file":
+        return LocalFolder(location)
+    if location.protocol in OBJECT_STORES:
+        from ddptrain.storage.object_store import open_object_store
+
+        return open_object_store(location, limits)
+    from ddptrain.storage.fsspec_store import open_fsspec_store
+
+    return open_fsspec_store(location, limits)
+
+
+def fetch(where: str, options: Mapping[str, Any], setting: str, limit_bytes: int) -> bytes:
+    """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError.
+
+    A file larger than `limit_bytes`, or without end, is cut off after more than `limit_bytes`.
+    """
+    content = bytearray()
+    for chunk in fetch_chunks(where, options, setting=setting, limits=Limits(timeout_s=60.0, retries=2)):
+        content += chunk
+        if len(content) > limit_bytes:
+            break
+    return bytes(content)
+
+
+def fetch_chunks(where: str, options: Mapping[str, Any], *, setting: str, limits: Limits) -> Iterator[bytes]:
+    """Yield the content of one file in pieces, given by its path or URL. Raises UsageError, StoreError."""
+    location = Location.of(where, options, setting)
+    key = ""
+    if location.protocol == "file" or location.protocol in OBJECT_STORES:
+        folder, _, key = location.url.rpartition("/")
+        location = Location(folder, location.options, setting)
+    try:
+        yield from open_source(location, limits).chunks(key)
+    except (NotFound, StoreMissing) as error:
+        if isinstance(error, StoreMissing) and location.protocol != "file":
+            raise
+        raise StoreMissing(f"{Location.of(where, {}).description} does not exist") from None
+
+
+class LocalFolder(Source):
+    """A folder of this machine. Symbolic links are followed; a folder is entered once."""
 
     def __init__(self, location: Location) -> None:
-        super().__init__(location)
+        self.location = location
         self._root = Path(location.url)
 
     def listing(self, folder: str = "") -> Iterator[Listed]:
-        """See Store."""
+        """See Source."""
         if not self._root.is_dir():
             what = "is not a folder" if self._root.exists() else "does not exist"
             want = f"{self.location.setting} must be a folder with one folder of images for each class"
@@ -59,39 +105,33 @@ class Folder(Store):
                         yield Listed(prefix + name, about.st_size, version, about.st_mtime)
 
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
-        """See Store."""
+        """See Source."""
         try:
             with (self._root / key).open("rb") as file:
                 file.seek(start)
                 data = file.read(-1 if limit_bytes is None else limit_bytes + 1)
         except OSError as error:
-            raise self._get_error(key, error) from None
+            raise self._error(key, error) from None
         return self._limited(key, data, limit_bytes)
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        """See Store."""
+        """See Source."""
         try:
             with (self._root / key).open("rb") as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     yield chunk
         except OSError as error:
-            raise self._get_error(key, error) from None
+            raise self._error(key, error) from None
 
-    def _get_error(self, key: str, error: OSError) -> StoreError:
+    def _error(self, key: str, error: OSError) -> StoreError:
         """Return the error for a file that can't be read: it alone may be missing, or the whole folder."""
         if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             kind = StoreForbidden if isinstance(error, PermissionError) else Transient
             return kind(f"{self._root / key} can't be read: {error}")
         here = f"on {socket.gethostname()}"
-        try:
-            if not self._root.is_dir():
-                return StoreMissing(
-                    f"the folder {self._root} does not exist {here}: every rank must be able to read it"
-                )
-            if not any(self._root.iterdir()):  # an empty mount point
+        if not os.path.isdir(self._root):
+            return StoreMissing(f"the folder {self._root} does not exist {here}: every rank must be able to read it")
+        with suppress(OSError):
+            if not os.listdir(self._root):  # an empty mount point
                 return StoreMissing(f"the folder {self._root} is empty {here}: is its file system mounted?")
-        except PermissionError:
-            pass
-        except OSError as failed:
-            return Transient(f"{self._root} can't be read: {failed}")
         return NotFound(key)
