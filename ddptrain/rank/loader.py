@@ -163,7 +163,7 @@ def make_loader(
         raise TypeError(f"ctx.loader needs data that has a length, not {dataset!r}: use torch's DataLoader for it")
     if own := more.keys() & {"sampler", "batch_sampler"}:
         raise TypeError(f"ctx.loader has a sampler of its own: leave {min(own)} out, or use torch's DataLoader")
-    how = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "with_epoch": with_epoch}
+    how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "with_epoch": with_epoch}
     sampler = RankSampler(dataset, rank, world_size, batch_size, **how)
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",

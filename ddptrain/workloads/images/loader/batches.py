@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,34 +93,49 @@ class Images(Dataset[Batch]):
         """Return the images at some places as a batch."""
         ignore_pillow_warnings()
         planned = [self._index[at] for at, _ in places]
-        shown, kept, bad = list(planned), [True] * len(planned), dict[int, str]()
         images = torch.empty((len(planned), self._size, self._size, 3), dtype=torch.uint8)
+        shown: dict[int, int] = {}  # row -> index
+        bad: dict[int, str] = {}
         for row, data in self._read_all(planned):
-            draw = random.Random(f"{self._seed}/{places[row][1]}/{planned[row]}")
-            others = self._others(planned[row], draw)
-            while True:
+            found = self._decoded(planned[row], places[row][1], data, bad)
+            if found is not None:
+                shown[row], pixels = found
+                images[row] = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(images.shape[1:])
+        index = [shown[row] for row in sorted(shown)]
+        if len(index) < len(planned):
+            images = images[sorted(shown)]
+        labels = [self._manifest.labels[each] for each in index]
+        as_tensor = partial(torch.tensor, dtype=torch.int64)
+        return Batch(images.permute(0, 3, 1, 2), as_tensor(labels), as_tensor(index), bad)
+
+    def _decoded(
+        self, planned: int, epoch: int, data: bytes | ReadFailure, bad: dict[int, str]
+    ) -> tuple[int, bytes] | None:
+        """Return the index and the pixels of the image that is shown; None if none is. Unreadable ones go into `bad`.
+
+        Raises TooManyBadImages if no image of the class can be read.
+        """
+        draw = random.Random(f"{self._seed}/{epoch}/{planned}")
+        index, others = planned, self._others(planned, draw)
+        while True:
+            if isinstance(data, ReadFailure):
+                bad[index] = data.reason
+            else:
                 try:
-                    if isinstance(data, ReadFailure):
-                        raise CorruptImage(data.reason)
-                    pixels = decode_pixels(data, self._size, self._augment, draw)
-                    images[row] = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(images.shape[1:])
-                    break
+                    return index, decode_pixels(data, self._size, self._augment, draw)
                 except CorruptImage as error:
-                    bad[shown[row]] = str(error)
-                if (other := next(others, None)) is None:
-                    kept[row] = False
-                    break
-                shown[row], data = other, self._reader(other).read(self._ref(other))
-            if not kept[row] and self._augment is not None:
+                    bad[index] = str(error)
+            if self._augment is None:
+                return None
+            last, index = index, next(others, -1)
+            if index < 0:
+                name = self._manifest.classes[self._manifest.labels[planned]]
                 raise TooManyBadImages(
-                    f"no image of class {shorten(self._class_of(planned[row]))} could be read, the last one being "
-                    f"{bad_line(self._manifest, shown[row], bad[shown[row]])}; repair one, or leave the class out with "
+                    f"no image of class {shorten(name)} could be read, the last one being "
+                    f"{bad_line(self._manifest, last, bad[last])}; repair one, or leave the class out with "
                     "params.subset"
                 )
-        if not all(kept):
-            images, shown = images[torch.tensor(kept)], [index for index, ok in zip(shown, kept, strict=True) if ok]
-        labels = torch.tensor([self._manifest.labels[index] for index in shown], dtype=torch.int64)
-        return Batch(images.permute(0, 3, 1, 2), labels, torch.tensor(shown, dtype=torch.int64), bad)
+            data = self._reader(index).read(self._ref(index))
 
     def _read_all(self, planned: Sequence[int]) -> Iterator[tuple[int, bytes | ReadFailure]]:
         """(row, content) of each image, as they arrive. All images of a dataset have the same location."""
@@ -136,25 +152,20 @@ class Images(Dataset[Batch]):
         return ImageRef(manifest.keys[index], manifest.sizes[index], manifest.versions[index])
 
     def _others(self, index: int, draw: random.Random) -> Iterator[int]:
-        """Yield all other training images of the class of an image, in an order that depends on `draw` alone."""
-        if self._augment is None:
-            return
+        """Yield the other training images of the class of an image, in an order that depends on `draw` alone."""
         label = self._manifest.labels[index]
         same = [each for each in self._manifest.train if self._manifest.labels[each] == label and each != index]
         yield from draw.sample(same, len(same))
-
-    def _class_of(self, index: int) -> str:
-        return self._manifest.classes[self._manifest.labels[index]]
 
 
 def train_loader(ctx: RankContext, manifest: Manifest, settings: ImagesParams) -> RankLoader:
     """Return the loader of this rank's training images; each checkpoint contains its position in the epoch."""
     workers = loader_workers(settings.loader_workers, ctx.device)
-    data = Images(
-        manifest, manifest.train, settings, settings.augmentation, requests=math.ceil(settings.requests / max(1, workers))
+    requests = math.ceil(settings.requests / max(1, workers))
+    data = Images(manifest, manifest.train, settings, settings.augmentation, requests=requests)
+    return ctx.loader(
+        data, batch_size=settings.batch_size, seed=settings.seed, with_epoch=True, **_worker_options(workers)
     )
-    options = {"batch_size": settings.batch_size, "seed": settings.seed, "with_epoch": True}
-    return ctx.loader(data, **options, **_worker_options(workers))
 
 
 def val_loader(ctx: RankContext, manifest: Manifest, settings: ImagesParams) -> DataLoader[Batch]:
@@ -162,11 +173,9 @@ def val_loader(ctx: RankContext, manifest: Manifest, settings: ImagesParams) -> 
     own = manifest.val[ctx.rank :: ctx.world_size]
     workers = min(loader_workers(settings.loader_workers, ctx.device), math.ceil(len(own) / settings.batch_size))
     data = Images(manifest, own, settings, None, requests=math.ceil(settings.requests / max(1, workers)))
+    options = {"pin_memory": ctx.device.type == "cuda", "generator": torch.Generator(), **_worker_options(workers)}
     places: Any = [(at, 0) for at in range(len(own))]
-    pinned = ctx.device.type == "cuda"
-    return DataLoader(
-        data, settings.batch_size, sampler=places, pin_memory=pinned, generator=torch.Generator(), **_worker_options(workers)
-    )
+    return DataLoader(data, settings.batch_size, sampler=places, **options)
 
 
 def _worker_options(workers: int) -> dict[str, Any]:
