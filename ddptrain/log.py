@@ -22,9 +22,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, TextIO
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials, hide_known, hide_secrets
@@ -35,7 +34,6 @@ VARIABLE = "DDPTRAIN_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 _IDENTITY = ("run", "attempt", "rank")  # the fields that stand before the message, in this order
 _MAX_CHARS = 2_000  # of a message or a value
-_MAX_FIELDS = 20
 _MAX_CACHED_CHARS = 200  # longer texts are not kept in the cache of _cleaned()
 _PLAIN = re.compile(r"[^\s\"'=]+")
 
@@ -44,7 +42,7 @@ _logger.addHandler(logging.NullHandler())
 
 
 class Log:
-    """A logger whose records have fields. A field with the value None is left out."""
+    """A logger whose records have fields: info(message, **fields). A field with the value None is left out."""
 
     def __init__(self, name: str) -> None:
         """`name` is the module's name, as in logging.getLogger."""
@@ -64,6 +62,7 @@ class Log:
 
     def _write(self, level: int, message: str, fields: Mapping[str, object]) -> None:
         if self._logger.isEnabledFor(level):
+            fields = {**_context, **getattr(_thread_context, "fields", {}), **fields}
             self._logger.log(level, _clean(message), extra={"fields": _clean_fields(fields)}, stacklevel=3)
 
 
@@ -90,18 +89,17 @@ def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> No
     `secrets` are texts that no record may contain. In a thread with own_context() only the records of this thread get
     the fields, and `secrets` is ignored.
     """
-    global _context, _secrets  # noqa: PLW0603  # replaced as a whole: other threads read them meanwhile
+    global _secrets  # noqa: PLW0603  # replaced as a whole: other threads read them meanwhile
     if (thread_fields := getattr(_thread_context, "fields", None)) is not None:
         thread_fields.update(fields)
         return
-    _context = {name: value for name, value in {**_context, **fields}.items() if value is not None}
+    _context.update(fields)
     if secrets is not None:
         _secrets = tuple(secrets)
 
 
 def _clean_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    all_fields = {**_context, **getattr(_thread_context, "fields", {}), **fields}
-    return {name: _clean_value(name, value) for name, value in all_fields.items() if value is not None}
+    return {name: _clean_value(name, value) for name, value in fields.items() if value is not None}
 
 
 def _clean_value(name: str, value: object) -> object:
@@ -109,13 +107,9 @@ def _clean_value(name: str, value: object) -> object:
         value = hide_secrets({name: value})[name]
     if isinstance(value, int | float):
         return value
-    return _clean(value if isinstance(value, str) else _text(value))  # removes secrets inside texts, too
-
-
-def _text(value: object) -> str:
     if isinstance(value, Mapping):
-        return json.dumps(value, default=str)
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        value = json.dumps(value, default=str)
+    return _clean(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 def _clean(text: str) -> str:
@@ -131,20 +125,17 @@ def _cleaned(text: str, secrets: tuple[str, ...]) -> str:
     return sanitized(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
-# --- format of a record ---
-
-
 class LineFormatter(logging.Formatter):
     """Formats a record as one line; a traceback follows in indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as text, without a newline at the end."""
         fields: Mapping[str, object] = getattr(record, "fields", {})
-        time = datetime.fromtimestamp(record.created, UTC)
-        words = [f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03}Z", record.levelname, _component(record.name)]
-        words += [f"{name}={_quoted(fields[name])}" for name in _IDENTITY if name in fields]
-        words.append(record.getMessage())
-        words += [f"{name}={_quoted(value)}" for name, value in fields.items() if name not in _IDENTITY]
+        time = datetime.fromtimestamp(record.created, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds")
+        part = record.name.removeprefix("ddptrain.").partition(".")[0]
+        before = {name: fields[name] for name in _IDENTITY if name in fields}
+        after = {name: value for name, value in fields.items() if name not in _IDENTITY}
+        words = [f"{time}Z", record.levelname, part, *_words(before), record.getMessage(), *_words(after)]
         text = " ".join(words)
         if record.exc_info:
             trace = hide_credentials(hide_known(self.formatException(record.exc_info), _secrets))
@@ -152,41 +143,31 @@ class LineFormatter(logging.Formatter):
         return text
 
 
-def _component(name: str) -> str:
-    """Return the part of ddptrain that a logger belongs to: its top-level package, "scheduler" or "rank-server"."""
-    words = name.split(".")
-    if words[1:3] == ["clusters", "scheduler"]:
-        return "scheduler"
-    if words[1:3] == ["rank", "server"]:
-        return "rank-server"
-    return words[1] if len(words) > 1 else words[0]
+def _words(fields: Mapping[str, object]) -> Iterator[str]:
+    for name, value in fields.items():
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        yield f"{name}={text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)}"
 
 
-def _quoted(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+def as_text(message: str, /, **fields: object) -> str:
+    """Return a message with its fields as the text of a record that another process logs."""
+    return " ".join([message, *_words(_clean_fields(fields))])
 
 
 # --- handlers ---
 
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+class _StderrHandler(logging.Handler):
     """Writes to the current sys.stderr, or to the function given to `divert`: a live display prints above its bars."""
 
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-        self.setFormatter(LineFormatter())
-        self.write: Callable[[str], object] | None = None
+    write: Callable[[str], object] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        if self.write is not None:
-            self.write(self.format(record))
-        elif self.stream is not None:
-            super().emit(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # an error of the log does not end the program
-        pass
+        with suppress(Exception):  # an error of the log does not end the program
+            if self.write is not None:
+                self.write(self.format(record))
+            elif sys.stderr is not None:
+                print(self.format(record), file=sys.stderr, flush=True)
 
 
 _stderr = _StderrHandler()
@@ -196,6 +177,7 @@ _attach_lock = threading.Lock()
 def attach(handler: logging.Handler, level: int) -> None:
     """Add a handler for records of `level` and higher levels."""
     handler.setLevel(level)
+    handler.setFormatter(LineFormatter())
     with _attach_lock:
         _logger.addHandler(handler)
         _set_lowest_level()
@@ -213,13 +195,12 @@ def _set_lowest_level() -> None:
     _logger.setLevel(min(levels, default=logging.NOTSET))
 
 
-def to_stderr(environ: Mapping[str, str] | None = None, default: str = "") -> None:
+def to_stderr(default: str = "") -> None:
     """Write the log to stderr if DDPTRAIN_LOG, or `default` without it, is debug, info or warning.
 
     Raises UsageError for another value.
     """
-    value = (os.environ if environ is None else environ).get(VARIABLE, "").strip().lower() or default
-    if not value:
+    if not (value := os.environ.get(VARIABLE, "").strip().lower() or default):
         return
     if value not in LEVELS:
         raise UsageError(f"{VARIABLE} is {value!r}; choose one of {', '.join(LEVELS)}")
@@ -229,41 +210,3 @@ def to_stderr(environ: Mapping[str, str] | None = None, default: str = "") -> No
 def divert(write: Callable[[str], object] | None) -> None:
     """Pass the lines for stderr to `write`, which must not block; None writes them to stderr again."""
     _stderr.write = write
-
-
-# --- records that workers send to the driver ---
-
-
-def topic(run_id: str) -> str:
-    """Return the Dask topic over which workers send a run's log records to its driver."""
-    return f"ddptrain/{run_id}/log"
-
-
-def packed(name: str, message: str, fields: Mapping[str, object]) -> dict[str, Any]:
-    """Return a record of level info as plain data, which `unpack` decodes in the driver."""
-    return {"name": name, "message": _clean(message), "fields": _clean_fields(fields)}
-
-
-def unpack(record: object) -> None:
-    """Log a record that `packed` has created in another process. Other data are ignored: senders are not trusted."""
-    match record:
-        case {"name": str(name), "message": str(message), "fields": {**fields}} if len(fields) <= _MAX_FIELDS:
-            if name.startswith("ddptrain.") and name.isascii():
-                Log(name).info(message, **{_clean(str(key))[:50]: value for key, value in fields.items()})
-        case _:
-            pass
-
-
-class RunLog:
-    """The log of a run in a worker: each record is logged in this process and sent to the run's driver."""
-
-    def __init__(self, name: str, send: Callable[[str, dict[str, Any]], object], run: str, **fields: object) -> None:
-        """`send` publishes a message on a Dask topic: the worker's log_event. `fields` are added to every record."""
-        self._log, self._name, self._send = Log(name), name, send
-        self._topic, self._fields = topic(run), {"run": run, **fields}
-
-    def info(self, message: str, /, **fields: object) -> None:
-        """Log a decision."""
-        fields = {**self._fields, **fields}
-        self._log.info(message, **fields)
-        self._send(self._topic, packed(self._name, message, fields))

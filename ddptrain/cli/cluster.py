@@ -59,12 +59,6 @@ def up(
     idle_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End it after this time without a run.")
     ] = None,
-    tls: Annotated[
-        bool,
-        typer.Option(
-            "--tls", help="Listen on TCP with TLS also if it is local; by default only you can open its sockets."
-        ),
-    ] = False,
     if_needed: Annotated[
         bool,
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
@@ -86,7 +80,7 @@ def up(
     }
     loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
     with interruptible():
-        view = lifecycle.up(loaded, loaded.name or loaded.backend, _tell, tls=tls, if_needed=if_needed)
+        view = lifecycle.up(loaded, loaded.name or loaded.backend, _tell, if_needed=if_needed)
     _print_view(view, as_json=json)
 
 

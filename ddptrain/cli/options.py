@@ -138,7 +138,7 @@ ReportOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 OutputOption = Annotated[OutputMode, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
-ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
+ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
 
 
 def set_option(example: str) -> Any:

@@ -55,7 +55,7 @@ def run(
     verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
-    ready_fd: opt.ReadyFdOption = None,
+    ready: opt.ReadyOption = False,
 ) -> None:
     """Run an unmodified torchrun script: on this machine, or on a running cluster.
 
@@ -77,7 +77,7 @@ def run(
         launch = LaunchOptions(
             run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, given.shown()
         )
-        start(ctx, resolved, reporting, launch, ready_fd, dry_run=dry_run, detach=detach)
+        start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
 
 
 def _load(

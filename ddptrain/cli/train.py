@@ -47,7 +47,7 @@ def train(
     all_ranks: opt.AllRanksOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
-    ready_fd: opt.ReadyFdOption = None,
+    ready: opt.ReadyOption = False,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run."""
@@ -57,7 +57,7 @@ def train(
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
-        start(ctx, resolved, reporting, launch, ready_fd, dry_run=dry_run, detach=detach)
+        start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
 
 
 def reporting_of(source: str, files: Sequence[str] | None) -> Reporting:
@@ -75,14 +75,14 @@ def start(
     resolved: ResolvedConfig,
     reporting: Reporting,
     options: LaunchOptions,
-    ready_fd: int | None,
     *,
+    ready: bool,
     dry_run: bool,
     detach: bool,
 ) -> None:
     """Run a configuration for `train` and `run`. Raises typer.Exit with the exit code.
 
-    ready_fd: of a detached driver, the pipe to report to that the run has begun.
+    ready: of a detached driver, which reports on stdout that the run has begun.
     """
     reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
@@ -104,10 +104,10 @@ def start(
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=options.output == "json"))
     observers: list[RunObserver] = [reporting]
-    if ready_fd is not None:
-        from ddptrain.driver.control.detach import ReadyPipe
+    if ready:
+        from ddptrain.driver.control.detach import ReportBegun
 
-        observers.insert(0, ReadyPipe(ready_fd))
+        observers.insert(0, ReportBegun())
     if urls := resolved.config.notify.urls:
         from ddptrain.notify.run_messages import RunMessages
         from ddptrain.notify.sender import missing_variables

@@ -65,9 +65,9 @@ def _scheduler_address(text: str) -> str:
     if is_scheduler_file(text):
         return text
     tcp = r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}"
-    if not re.fullmatch(rf"{tcp}|unix:///[^:#]+", text):
+    if not re.fullmatch(tcp, text):
         raise ValueError("is not a scheduler's address: expected something like tcp://host:8786")
-    if not text.startswith("unix:") and not 1 <= int(text.rpartition(":")[2]) <= _LAST_PORT:
+    if not 1 <= int(text.rpartition(":")[2]) <= _LAST_PORT:
         raise ValueError(f"has a wrong port: expected one from 1 to {_LAST_PORT}")
     return text
 

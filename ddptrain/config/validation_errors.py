@@ -67,6 +67,7 @@ _REMOVED = {
     "tracking.wandb.notes": "set WANDB_NOTES in env",
     "tracking.wandb.images": "leave it out; what ctx.log_image gets is logged",
     "tracking.wandb.tables": "leave it out; what ctx.log_table gets is logged",
+    "tracking.wandb.watch": "leave it out; ctx.log can log norms of parameters and gradients",
     "tracking.wandb.table_rows": "leave it out; the first 1,000 rows of a table are logged",
     "tracking.wandb.system_metrics": "leave it out; WANDB_X_DISABLE_STATS=true in env turns them off",
     "code.max_mb": "leave it out; 200 MB are sent at most: exclude files in .gitignore, or set code.ship: false",

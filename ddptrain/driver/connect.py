@@ -149,16 +149,11 @@ def _no_answer_text(target: Target, timeout_s: float, reason: str) -> str:
 def _connection_problem(target: Target) -> str:
     """Connect once, without Dask; return why a client cannot connect, or "" if it can.
 
-    Raises ClusterError if waiting cannot help: the host is unknown, the certificates do not fit, or it is a cluster of
-    another user.
+    Raises ClusterError if waiting cannot help: the host is unknown, or the certificates do not fit.
     """
     scheme, _, location = target.address.partition("://")
     try:
-        if scheme == "unix":
-            from ddptrain.protocol.unix_comm import connect_plain
-
-            connect_plain(target.address, _PROBE_S).close()
-        elif scheme in ("tcp", "tls"):
+        if scheme in ("tcp", "tls"):
             host, port = parse_host_port(location)
             with socket.create_connection((host, int(port)), timeout=_PROBE_S) as plain:
                 context = _tls_context(target)
@@ -174,8 +169,6 @@ def _connection_problem(target: Target) -> str:
         ) from error
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
-    except PermissionError as error:
-        raise ClusterError(f"{target.address} belongs to a cluster of another user: {error.strerror}") from error
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""

@@ -25,13 +25,13 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Future
 from distributed.comm.core import CommClosedError
 
-from ddptrain import log
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import sha256
+from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.news import NewsError, decode
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
@@ -43,9 +43,10 @@ _SUBSCRIBE_S = 10.0
 _PING_S = 0.05
 _AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
-_log = log.Log(__name__)
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
 _POLL_S = 0.2
+_log = Log(__name__)
+_worker_log = Log("ddptrain.worker")  # what workers have decided
 _LARGEST_GRAPH = "1 GiB"  # Dask advises against 10 MB, which are the specs of some thousand ranks
 
 Question = Coroutine[Any, Any, Any]  # the type of Client.run(..., asynchronous=True) and similar methods
@@ -178,7 +179,6 @@ class Workers:
     def subscribe(self) -> None:
         """Receive news of the run's workers, and their losses, from now on. Raises ClusterError after 10 s."""
         self.client.subscribe_topic(self._topic, weakly(self._on_news))  # Dask never forgets a handler
-        self.client.subscribe_topic(log.topic(self.run_id), lambda event: log.unpack(event[1]))
         self._news.add(self.run_id, self._on_all)
         deadline = time.monotonic() + _SUBSCRIBE_S
         while not self._echoed.is_set():
@@ -194,9 +194,13 @@ class Workers:
                 self._echoed.set()
             return
         try:
-            self.inbox.put(decode(message))
+            news = decode(message)
         except NewsError as error:
             self.reject(str(error))
+            return
+        for line in news.log:
+            _worker_log.info(line.text, run=self.run_id, attempt=news.attempt, rank=line.rank, worker=news.worker)
+        self.inbox.put(news)
 
     def reject(self, reason: str) -> None:
         """Count a message of a worker that is not valid."""

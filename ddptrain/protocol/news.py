@@ -135,12 +135,20 @@ class SystemSample:
 
 
 @dataclass(frozen=True, slots=True)
+class LogLine:
+    """A record of the worker for ddptrain's own log, about a rank."""
+
+    rank: _Count
+    text: _Text
+
+
+@dataclass(frozen=True, slots=True)
 class News:
     """A message of a worker about an attempt; every message shows that the worker, and the way from it, are alive.
 
     ranks: those of which something is new. store_port: rank 0's worker hosts the TCPStore on this port, so the other
     ranks can start. leaving: the worker has received SIGTERM: its host is about to stop. worker: its address in Dask,
-    which the scheduler adds.
+    which the scheduler adds. log: what the worker has decided.
     """
 
     __pydantic_config__: ClassVar[Mapping[str, object]] = {"extra": "ignore"}
@@ -149,6 +157,7 @@ class News:
     store_port: Annotated[int, Between(0, 65_535)] = 0
     leaving: bool = False
     sample: SystemSample | None = None
+    log: tuple[LogLine, ...] = ()
     worker: _Text = ""
 
 

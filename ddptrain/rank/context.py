@@ -13,8 +13,7 @@ from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
 from ddptrain.rank.agreement import Agreement, CollectiveValues, PreemptedExit
-from ddptrain.rank.checkpoint.checkpoints import Checkpoints
-from ddptrain.rank.checkpoint.files import Resumed
+from ddptrain.rank.checkpoint.checkpoints import Checkpoints, Resumed
 from ddptrain.rank.gradients import GradientSteps
 from ddptrain.rank.loader import Loaders, RankLoader, make_loader
 from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, whole
@@ -251,7 +250,6 @@ class RankContext:
         }
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
-        self._tracked.model(model)
         if settings.get("compile"):
             use_compile_cache(self._spec)
         prepared = prepare_model(model, self.device, settings, **ddp)

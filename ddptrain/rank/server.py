@@ -45,7 +45,7 @@ SLOT_TIMEOUT_S = 60.0  # the longest wait of a rank for its slot; a killed proce
 _MAX_FDS = 4
 _READ_AT_START = exec_only(os.environ)  # before torch is imported, which sets variables itself
 
-_log = log.Log("ddptrain.rank.server")
+_log = log.Log("ddptrain.rank-server")
 
 
 @dataclass

@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.output import ArtifactFiles, Emitter
-from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
+from ddptrain.tracking.items import Checkpoint, Image, Item, Numbers, Table
 
 if TYPE_CHECKING:
     from ddptrain.tracking.factory import TrackerManager
@@ -57,11 +57,6 @@ class RankTrackers:
         """Pass on the values of a ctx.log call."""
         if self.manager is not None:
             self.manager.put(Numbers(logged.time_ns, logged.values, logged.step, logged.epoch))
-
-    def model(self, model: Any) -> None:
-        """Pass on the model that ctx.prepare was given."""
-        if self.manager is not None:
-            self.manager.put(Model(time.time_ns(), model))
 
     def checkpoint(self, step: int, folder: Path, metrics: Mapping[str, float]) -> None:
         """Pass on a complete checkpoint, before it is announced to the driver, which moves it away."""

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ TRACKING = "tracking"
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
-_STEP_NAME = re.compile(r"step-(\d{1,18})")
+_STEP_NAME = re.compile(r"step-(\d{1,18})(?:\.(\d{1,6}))?")
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; temporary names are longer
 _LONGEST_PATH_BYTES = 1000
 ORIGIN = ".store.json"
@@ -153,9 +153,12 @@ def check_run_id(run_id: str) -> None:
         )
 
 
-def step_name(step: int) -> str:
-    """Return the folder name of that step's checkpoint. Raises UnsafePath for an invalid step."""
-    name = f"step-{step}"
+def step_name(step: int, number: int = 1) -> str:
+    """Return the folder name of a step's checkpoint. number: 2 if the step is saved a second time.
+
+    Raises UnsafePath for an invalid step.
+    """
+    name = f"step-{step}" if number == 1 else f"step-{step}.{number}"
     if not _STEP_NAME.fullmatch(name):
         raise UnsafePath(f"a checkpoint's step must be a number from 0 on, of at most 18 digits, not {step}")
     return name
@@ -167,12 +170,18 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def newest_of_steps(names: Iterable[str]) -> dict[int, str]:
+    """Return the name of the last folder of each step among the names of folders, the highest step first."""
+    found = {(int(match[1]), int(match[2] or 1)): match[0] for match in map(_STEP_NAME.fullmatch, names) if match}
+    return dict(sorted({step: found[step, number] for step, number in sorted(found)}.items(), reverse=True))
+
+
 def checkpoint_folders(layout: RunLayout) -> list[Path]:
     """Return the folders of a run's checkpoints, the highest step first, damaged ones included."""
     if not layout.checkpoints_dir.is_dir():
         return []
-    by_step = {step: path for path in layout.checkpoints_dir.iterdir() if (step := step_of(path.name)) is not None}
-    return [by_step[step] for step in sorted(by_step, reverse=True)]
+    names = newest_of_steps(path.name for path in layout.checkpoints_dir.iterdir())
+    return [layout.checkpoints_dir / name for name in names.values()]
 
 
 def safe_relative(path: str) -> PurePosixPath:

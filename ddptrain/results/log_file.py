@@ -53,7 +53,6 @@ class LogFile(logging.Handler):
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Open the file; a missing file is created. Raises ResultsError."""
         super().__init__()
-        self.setFormatter(log.LineFormatter())
         self._path, self._max_bytes = path, max_bytes
         self._descriptor = open_to_append(path)
         self._size = os.fstat(self._descriptor).st_size

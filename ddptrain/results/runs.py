@@ -527,7 +527,7 @@ def _download_working_folder(run: ObjectStore, uploads: Uploader, before: Claim 
         for path, objects in joined(files).items():
             if any(fnmatchcase(path, pattern) for pattern in _CONTINUED) and path.count("/") < 2 and is_plain(path):
                 run.fetch(objects, folder / path)
-        download_newest(run, files, folder, uploads.warn)
+        download_newest(run, files, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

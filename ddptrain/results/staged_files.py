@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -68,74 +68,52 @@ def adopt_file(area: Path, event: FileSaved, source: Path, moved: Callable[[], N
 def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError], moved: Callable[[], None] = _nothing) -> None:
     """Link or copy every file to its target, durably. The caller deletes the staged files.
 
-    Raises `damaged` if a staged file does not match its event; ResultsError if a target can't be written.
+    Raises `damaged` if a staged file does not match its event, and then targets may exist; ResultsError if a target
+    can't be written.
     """
-    if _on_one_file_system(moves):
-        for move in moves:
-            _check_and_copy(move, damaged, None, moved)
-        if _link_all(moves):
-            return
     for move in moves:
-        with results_errors(move.target), open(move.target, "xb", opener=_for_us) as out:
-            _check_and_copy(move, damaged, out, moved)
-            out.flush()
-            os.fsync(out.fileno())
+        digest, size = sha256(), 0
+        try:
+            file = os.fdopen(open_regular(move.source), "rb")
+        except OSError as error:
+            cause = _NOT_A_FILE.get(error.errno or 0, error.strerror)
+            raise damaged(f"cannot read the staged file {move.source}: {cause}") from error
+        with results_errors(move.target), file, nullcontext() if _link(move) else _new(move.target) as copy:
+            while size <= move.size_bytes:
+                try:
+                    chunk = file.read(_CHUNK_BYTES)
+                except OSError as error:
+                    raise damaged(f"cannot read {move.source}: {error.strerror or error}") from error
+                if not chunk:
+                    break
+                digest.update(chunk)
+                size += len(chunk)
+                if copy is not None:
+                    copy.write(chunk)
+                moved()
+            if size != move.size_bytes:
+                actual = f"over {move.size_bytes}" if size > move.size_bytes else str(size)
+                raise damaged(f"{move.source} is damaged: it has {actual} bytes, not the {move.size_bytes} announced")
+            if digest.hexdigest() != move.sha256.lower():
+                raise damaged(f"{move.source} is damaged: its SHA-256 is not the one announced")
+            if copy is not None:
+                copy.flush()
+            else:
+                with suppress(OSError):  # NFS may have given it to another user
+                    os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)
+            os.fsync((copy or file).fileno())
 
 
-def _for_us(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)  # never writable for other users
-
-
-def _on_one_file_system(moves: Sequence[StagedMove]) -> bool:
+def _link(move: StagedMove) -> bool:
+    """Create a hard link to the file. Returns False if the file systems or the kernel do not allow it."""
     try:
-        return all(os.lstat(p.source).st_dev == p.target.parent.stat().st_dev for p in moves)
-    except OSError:
-        return False
-
-
-def _link_all(moves: Sequence[StagedMove]) -> bool:
-    """Create hard links to the files. Returns False if the file system or the kernel does not allow it."""
-    for move in moves:
-        with results_errors(move.target):
-            try:
-                os.link(move.source, move.target, follow_symlinks=False)
-            except OSError as error:
-                if error.errno in _NO_LINKS and move is moves[0]:
-                    return False
-                raise
+        os.link(move.source, move.target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
     return True
 
 
-def _check_and_copy(
-    move: StagedMove, damaged: type[ResultsError], out: BinaryIO | None, moved: Callable[[], None]
-) -> None:
-    """Check size and hash of the staged file; copy it to `out`, or fsync the staged file if `out` is None."""
-    digest, size = sha256(), 0
-    try:
-        file = os.fdopen(open_regular(move.source), "rb")
-    except OSError as error:
-        cause = _NOT_A_FILE.get(error.errno or 0, error.strerror)
-        raise damaged(f"cannot read the staged file {move.source}: {cause}") from error
-    with file:
-        while size <= move.size_bytes:
-            try:
-                chunk = file.read(_CHUNK_BYTES)
-            except OSError as error:
-                raise damaged(f"cannot read {move.source}: {error.strerror or error}") from error
-            if not chunk:
-                break
-            digest.update(chunk)
-            size += len(chunk)
-            if out is not None:
-                out.write(chunk)
-            moved()
-        if size != move.size_bytes:
-            actual = f"over {move.size_bytes}" if size > move.size_bytes else str(size)
-            raise damaged(f"{move.source} is damaged: it has {actual} bytes, not the {move.size_bytes} announced")
-        if digest.hexdigest() != move.sha256.lower():
-            raise damaged(f"{move.source} is damaged: its SHA-256 is not the one announced")
-        if out is None:
-            with suppress(OSError):  # NFS may have given it to another user
-                os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)
-            with results_errors(move.source):
-                os.fsync(file.fileno())
+def _new(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb")  # not writable for others

@@ -16,7 +16,7 @@ from ddptrain.config.plugin_names import TRACKERS, install_tracker, tracker_targ
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
-from ddptrain.tracking.items import Checkpoint, Image, Item, Model, SharedFiles, Table, TempFolder
+from ddptrain.tracking.items import Checkpoint, Image, Item, SharedFiles, Table, TempFolder
 from ddptrain.tracking.protocol import Facts, State, Tracker
 from ddptrain.tracking.tracker_thread import Emit, TrackerDefinition, TrackerThread
 
@@ -57,9 +57,7 @@ def tracking_folder(spec: RankSpec) -> Path:
 
 def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, emit: Emit) -> TrackerDefinition:
     name, options = tracker.name, tracker.options
-    declined: list[type[Item]] = [] if options.get("checkpoints") is True else [Checkpoint]
-    if options.get("watch", "off") in ("off", False, None):
-        declined.append(Model)
+    declined: tuple[type[Item], ...] = () if options.get("checkpoints") is True else (Checkpoint,)
 
     def tell(text: str) -> None:
         with suppress(Exception):  # a full disk; it is reported elsewhere
@@ -87,7 +85,7 @@ def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, em
         found=found,
     )
     return TrackerDefinition(
-        name, lambda: cast(Tracker, load(name)(options)), facts, tracker.finish_timeout_s, tuple(declined)
+        name, lambda: cast(Tracker, load(name)(options)), facts, tracker.finish_timeout_s, declined
     )
 
 

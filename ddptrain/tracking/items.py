@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,7 @@ class Checkpoint:
     metrics: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model that is trained, as given to ctx.prepare; only for trackers with the option `watch`."""
-
-    time_ns: int
-    model: Any  # torch.nn.Module; the package `tracking` does not import torch
-
-
-Item = Numbers | Image | Table | Checkpoint | Model
+Item = Numbers | Image | Table | Checkpoint
 
 
 class SharedFiles:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
-from ddptrain.tracking.items import Checkpoint, Item, Model, SharedFiles
+from ddptrain.tracking.items import Checkpoint, Item, SharedFiles
 from ddptrain.tracking.protocol import Facts, State, Tracker
 
 _POLL_S = 0.1  # the thread polls for items, so that put() in the training thread stays fast
@@ -30,7 +30,7 @@ class TrackerDefinition:
     make: Callable[[], Tracker]
     facts: Facts
     finish_timeout_s: float = 30.0
-    declined: tuple[type[Item], ...] = (Checkpoint, Model)
+    declined: tuple[type[Item], ...] = (Checkpoint,)
 
 
 class TrackerThread:

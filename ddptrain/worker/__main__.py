@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ddptrain import log
 from ddptrain.errors import ClusterError, UsageError
@@ -88,7 +88,6 @@ class _RankServers:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
-        self.scheduler = ""  # its address, if this worker has to remove the socket folder of a dead scheduler
         self.all: list[RankServerClient] = []
 
     def start(self) -> RankServerClient:
@@ -146,10 +145,6 @@ def _clean_up(servers: _RankServers) -> None:
     servers.close()
     if all(server.wait(deadlines.SERVER_END_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
-    if servers.scheduler:
-        from ddptrain.protocol.unix_comm import remove_dead_socket_dir
-
-        remove_dead_socket_dir(servers.scheduler)  # its driver may have been killed
 
 
 def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -> None:
@@ -167,7 +162,6 @@ def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -
     environ = rank_environment.without_nanny(os.environ, {})
     host = RankHost(servers.all[0], servers.start, environ, gpus, servers.scratch)
     if owned:
-        servers.scheduler = address
         threading.Thread(target=_wait_for_parent, args=(servers,), daemon=True).start()
     asyncio.run(_run(options, address, host, resources))
 
@@ -239,7 +233,7 @@ async def _run(options: argparse.Namespace, address: str, host: RankHost, resour
         nthreads=MAX_SLOTS,  # only the resources limit the number of ranks, so that it can be increased
         executor=_LazyThreadPoolExecutor(MAX_SLOTS, "ddptrain-task"),
         resources=resources,
-        **_listening(options.host, address),
+        host=options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None),
         security=_security(options.tls_dir),
         local_directory=str(host.scratch),
         plugins=(host,),
@@ -263,15 +257,6 @@ async def _run(options: argparse.Namespace, address: str, host: RankHost, resour
     else:
         with contextlib.suppress(Exception):  # the process ends in any case
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
-
-
-def _listening(host: str, scheduler_address: str) -> dict[str, Any]:
-    """Return Dask's options for where the worker listens: a unix socket next to the scheduler's, or `host`."""
-    from ddptrain.protocol import unix_comm
-
-    if unix_comm.is_unix(scheduler_address):
-        return {"protocol": unix_comm.SCHEME, "host": unix_comm.worker_path(scheduler_address)}
-    return {"host": host or ("127.0.0.1" if "//127.0.0.1:" in scheduler_address else None)}
 
 
 class _Signals:

@@ -20,11 +20,11 @@ from typing import Any
 
 from distributed import Worker, get_worker
 
-from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
+from ddptrain.log import Log, as_text
 from ddptrain.protocol import deadlines, news
-from ddptrain.protocol.news import News, RankExit, RankNews, SystemSample
+from ddptrain.protocol.news import LogLine, News, RankExit, RankNews, SystemSample
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_environment, spool, stack_reports
 from ddptrain.worker.foreign_worker import offered_slots, rank_host
@@ -45,6 +45,7 @@ _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetche
 # The signals of which faulthandler writes the stacks into the log.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
 _gpus = GpuReader()
+_log = Log("ddptrain.worker")
 
 
 def topic(run_id: str) -> str:
@@ -89,7 +90,8 @@ class RanksTask:
     def __init__(self, worker: Worker, host: RankHost, specs: Sequence[RankSpec]) -> None:
         self.worker, self.host = worker, host
         self.first, self.key = specs[0], specs[0].key
-        self.ranks = [_Rank(host, spec, _run_log(worker, spec)) for spec in specs]
+        self.lines: list[LogLine] = []  # what the driver has to log
+        self.ranks = [_Rank(host, spec, self.lines) for spec in specs]
         self.woken = threading.Event()
         self.sampler = SystemSampler()
         self.leaving_sent = False
@@ -115,7 +117,7 @@ class RanksTask:
         if self.first.rank != 0 or self.first.group.master_port:
             return self.first.group.master_port
         port = self.host.open_store(self.first.key, self.first.group.master_addr)
-        self.ranks[0].log.info("rendezvous store opened", address=f"{self.first.group.master_addr}:{port}")
+        self.ranks[0].log("rendezvous store opened", address=f"{self.first.group.master_addr}:{port}")
         self._send(News(self.first.attempt, store_port=port))
         return port
 
@@ -133,9 +135,9 @@ class RanksTask:
             message = News(self.first.attempt)
             if self.host.leaving and not self.leaving_sent:
                 self.leaving_sent = True
-                self.ranks[0].log.info("worker was asked to end: the driver is asked to preempt the run")
+                self.ranks[0].log("worker was asked to end: the driver is asked to preempt the run")
                 message = News(self.first.attempt, leaving=True)
-            if parts or message.leaving:
+            if parts or self.lines or message.leaving:
                 self._send(message, parts)
             if now >= sample_at:
                 sample_at = now + SYSTEM_EVERY_S
@@ -153,7 +155,7 @@ class RanksTask:
         try:
             samples: list[SystemSample] = list(self.sampler.samples(ranks))
         except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
-            self.ranks[0].log.info("system metrics not sampled", error=f"{type(error).__name__}: {error}")
+            self.ranks[0].log("system metrics not sampled", error=f"{type(error).__name__}: {error}")
             return
         for sample in samples:
             self._send(News(self.first.attempt, sample=sample))
@@ -166,15 +168,11 @@ class RanksTask:
                 self._post(News(message.attempt, tuple(batch)))
                 batch = []
             batch.append(part)
-        self._post(dataclasses.replace(message, ranks=tuple(batch)))
+        self._post(dataclasses.replace(message, ranks=tuple(batch), log=tuple(self.lines)))
+        self.lines.clear()
 
     def _post(self, message: News) -> None:
         self.worker.log_event(topic(self.first.run_id), news.encode(message))
-
-
-def _run_log(worker: Worker, spec: RankSpec) -> log.RunLog:
-    fields = {"attempt": spec.attempt, "rank": spec.rank, "worker": worker.address}
-    return log.RunLog("ddptrain.worker", worker.log_event, spec.run_id, **fields)
 
 
 class _Rank:
@@ -183,10 +181,10 @@ class _Rank:
     `ended` is None while it runs, then its exit, or the error that prevented it.
     """
 
-    def __init__(self, host: RankHost, spec: RankSpec, logged: log.RunLog) -> None:
+    def __init__(self, host: RankHost, spec: RankSpec, lines: list[LogLine]) -> None:
         self.host = host
         self.server = host.server  # this one until the end, even if the host replaces its server
-        self.spec, self.log = spec, logged
+        self.spec, self.lines = spec, lines
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.gpu = host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
         self.pid: int | None = None
@@ -221,6 +219,11 @@ class _Rank:
         rank_resources = RankResources(gpu, resources, str(self.spool.staging))
         return rank_environment.complete(spec, self.host.environ, rank_resources)
 
+    def log(self, message: str, /, **fields: object) -> None:
+        """Log a decision, here and in the driver."""
+        _log.info(message, run=self.spec.run_id, attempt=self.spec.attempt, rank=self.spec.rank, **fields)
+        self.lines.append(LogLine(self.spec.rank, as_text(message, **fields)[:4_000]))
+
     def news(self, *, measures: bool) -> list[RankNews]:
         """Return what is new. `measures`: also the rank's CPU time and the use of its GPU."""
         try:
@@ -233,7 +236,7 @@ class _Rank:
         if (started := self.server.start_of(self.spec.key)) is not None:
             pid, how = started
             slot = self.spec.placement.slot
-            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
+            self.log("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
         if report is not None:
             return self._end(report)
         if self.pid is None and (pid_now := self.server.pid_of(self.spec.key)) is not None:
@@ -274,7 +277,7 @@ class _Rank:
             stack_reports.report_error_file(self.spool, report["status"])
         parts = self._growth()
         self.ended = ended = self._exit(report)
-        self.log.info("rank ended", pid=ended.pid, status=ended.status, reason=ended.reason or None)
+        self.log("rank ended", pid=ended.pid, status=ended.status, reason=ended.reason or None)
         return [*parts, RankNews(self.spec.rank, self._sent["log"], self._sent["events"], ended=ended)]
 
     def _exit(self, report: dict[str, Any]) -> RankExit:

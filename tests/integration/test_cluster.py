@@ -74,7 +74,7 @@ class Clusters:
         return loaded
 
     def process(self, part: str, name: str = "dev") -> psutil.Process:
-        return psutil.Process(next(p["process"]["pid"] for p in self.record(name)["parts"] if p["role"] == part))
+        return psutil.Process(next(p["pid"] for p in self.record(name)["parts"] if p["role"] == part))
 
     def start_run(self, cluster: str = "dev", ranks: int = 2, *args: str) -> Running:
         """A run that holds its slots until `go` is there."""
@@ -134,7 +134,7 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     told = [line.removeprefix("ddptrain: ") for line in done.stderr.splitlines()]
     address = clusters.record()["address"]
     assert told == [f"scheduler at {address}", "1 of 1 worker joined, 2 slots", "warm"]
-    assert address.startswith("unix://") and address in done.stdout and "cluster dev" in done.stdout
+    assert address.startswith("tls://127.0.0.1:") and address in done.stdout and "cluster dev" in done.stdout
     view = clusters.status()
     assert (view["name"], view["state"], view["address"]) == ("dev", "up", address)
     assert (view["slots"], view["free"], view["gpus"], view["hosts"]) == (2, 2, 0, ["127.0.0.1"])
@@ -155,7 +155,7 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     assert clusters.finish(clusters.start_run()).rc == 0
     assert clusters.status()["free"] == 2
 
-    assert "cluster dev is up at unix:" in clusters("up", "--name", "dev", rc=2).stderr
+    assert "cluster dev is up at tls:" in clusters("up", "--name", "dev", rc=2).stderr
     assert "dev   up     local    2      2" in clusters("status").stdout
     clusters("down", "dev")
     assert clusters.entries() == []
@@ -211,7 +211,7 @@ def test_two_ups_at_once_make_one_cluster(clusters: Clusters) -> None:
     done = [running.finish() for running in both]
     assert sorted(each.rc for each in done) == [0, 2]
     refused = next(each for each in done if each.rc == 2)
-    told = ("another command is starting or ending the cluster dev", "cluster dev is up at unix:")  # it came too late
+    told = ("another command is starting or ending the cluster dev", "cluster dev is up at tls:")  # it came too late
     assert any(words in refused.stderr for words in told), refused.stderr
     assert clusters.status()["slots"] == 1
 
@@ -279,7 +279,7 @@ def test_forgotten_cluster_ends_but_never_one_with_a_run_on_it(clusters: Cluster
 
 
 def test_cluster_with_tls_takes_only_those_who_have_its_certificate(clusters: Clusters, tmp_path: Path) -> None:
-    address = clusters.up("--tls")["address"]
+    address = clusters.up()["address"]
     assert address.startswith("tls://")
     folder = tmp_path / ".state" / "ddptrain" / "clusters" / "dev"
     kept = {path.name: oct(path.stat().st_mode)[-3:] for path in folder.iterdir() if path.is_file()}

@@ -77,7 +77,7 @@ def test_after_a_restart_the_processes_in_a_record_are_not_taken_for_ours(run_cl
         assert trained.rc == 4 and "was restarted after the cluster dev was started" in trained.stderr, trained
         down = run_cli("cluster", "down", dev)
         assert down.rc == 0 and not path.exists(), down
-        pids = [part["process"]["pid"] for part in record["parts"]]
+        pids = [part["pid"] for part in record["parts"]]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)  # what has the pids now is not ended
     finally:
         path.parent.mkdir(exist_ok=True)

@@ -95,7 +95,7 @@ def test_cluster_on_two_hosts_trains_and_leaves_nothing(run_cli: Cli, hosts: Ssh
 def process_without_the_certificate_runs_nothing(view: dict[str, Any], marker: Path) -> None:
     ports = listening_ports([psutil.Process(part["pid"]) for part in view["parts"]])
     assert len(ports) >= 3, "a scheduler and two workers"
-    assert "answered" not in attacked(ports, [], marker, as_other_user=False)
+    assert "answered" not in attacked(ports, marker, as_other_user=False)
     assert not marker.exists()
 
 

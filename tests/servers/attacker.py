@@ -1,8 +1,8 @@
-"""`python -m tests.servers.attacker PORTS SOCKETS MARKER [user]`: a stranger tries to run code through a cluster.
+"""`python -m tests.servers.attacker PORTS MARKER [user]`: a stranger tries to run code through a cluster.
 
-It calls the Dask scheduler, or worker, behind each TCP port of PORTS and each path of SOCKETS (comma-separated) without
-a certificate, and asks it to make the folder MARKER. With `user`, it first becomes another user of the machine. It
-prints one line for each attempt.
+It calls the Dask scheduler, or worker, behind each TCP port of PORTS (comma-separated) without a certificate, and asks
+it to make the folder MARKER. With `user`, it first becomes another user of the machine. It prints one line for each
+attempt.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from distributed import Client, rpc
-from distributed.comm.registry import get_backend
 
 NOBODY = 65534
 PATIENCE_S = 6.0
 
 
-async def main(ports: list[str], paths: list[str], marker: str) -> None:
+async def main(ports: list[str], marker: str) -> None:
     addresses = [f"{scheme}://127.0.0.1:{port}" for port in ports for scheme in ("tcp", "tls")]
-    addresses += [f"unix://{path}" for path in paths]
     attacks = (run_on_scheduler, run_on_worker)
     print(*await asyncio.gather(*(told(attack, each, marker) for each in addresses for attack in attacks)), sep="\n")
 
@@ -49,11 +47,9 @@ async def run_on_worker(address: str, marker: str) -> Any:
 
 
 if __name__ == "__main__":
-    get_backend("unix")  # the entry point of ddptrain, while this process can read it
-    if sys.argv[4:]:
+    if sys.argv[3:]:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
-    ports, paths = ([item for item in text.split(",") if item] for text in sys.argv[1:3])
-    asyncio.run(main(ports, paths, sys.argv[3]))
+    asyncio.run(main(sys.argv[1].split(","), sys.argv[2]))

@@ -49,7 +49,6 @@ _MODULES = (
     "ddptrain.driver.run",
     "ddptrain.driver.reservation",
     "ddptrain.driver.workers",
-    "ddptrain.protocol.unix_comm",
     "ddptrain.reports.destinations",
     "ddptrain.results.checkpoints.verification",
     "tornado.platform.asyncio",

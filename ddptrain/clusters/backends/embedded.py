@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
+from ddptrain.clusters.security import make_tls, own_security
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 
@@ -43,6 +44,7 @@ class EmbeddedCluster(Cluster):
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
         command += ["--gpus", ",".join(self.gpus), "--scratch", str(self.scratch.resolve())]
+        command += ["--tls-dir", str(self.scratch.resolve())]
         with self.worker_log.open("ab") as log:
             self._worker = subprocess.Popen(
                 command,
@@ -66,9 +68,10 @@ class EmbeddedCluster(Cluster):
 
     def connect(self) -> Target:
         """Start the scheduler in a thread and give its address to the worker. Raises ClusterError."""
+        make_tls(self.scratch)
         self._address = self._start_scheduler()
         self._introduce()
-        return Target(self._address, foreign=False)
+        return Target(self._address, own_security(self.scratch), foreign=False)
 
     def _introduce(self) -> None:
         """Send the scheduler's address to the worker."""
@@ -107,10 +110,6 @@ class EmbeddedCluster(Cluster):
         if self._loop is not None and self._stop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(timeout=5.0)
-        if self._address:
-            from ddptrain.protocol.unix_comm import remove_socket_dir
-
-            remove_socket_dir(self._address)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _end_worker(self, worker: subprocess.Popen[bytes]) -> None:
@@ -143,7 +142,7 @@ class EmbeddedCluster(Cluster):
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            scheduler = await _new_scheduler()
+            scheduler = await _new_scheduler(self.scratch)
         except BaseException as error:
             outcome.append(error)
             started.set()
@@ -154,23 +153,22 @@ class EmbeddedCluster(Cluster):
         await scheduler.close(reason="run ended")
 
 
-async def _new_scheduler() -> Scheduler:
+async def _new_scheduler(scratch: Path) -> Scheduler:
     import dask
     from distributed import Scheduler
 
     from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_CONFIG
-    from ddptrain.protocol import unix_comm
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
-    folder = unix_comm.make_socket_dir()
     # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
     with dask.config.set(SCHEDULER_CONFIG):
         scheduler: Scheduler = await Scheduler(
-            protocol=unix_comm.SCHEME,
-            host=unix_comm.scheduler_path(folder),
+            protocol="tls",
+            host="127.0.0.1",
             port=0,
+            security=own_security(scratch),
             dashboard=False,
             dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
-            local_directory=str(folder),  # Dask imports modules from below it; by default others may write there
+            local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
         )
         return scheduler

@@ -1,6 +1,6 @@
 """Clusters on this machine: a scheduler and one worker, detached.
 
-They listen on unix sockets that only this user can open; with --tls on 127.0.0.1, for programs that need a TCP address.
+They listen on 127.0.0.1, with TLS: only this user can read the cluster's key.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import socket
 from collections.abc import Generator, Mapping
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import PYTHON, DaemonOrder
+from ddptrain.clusters.processes import PYTHON
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.config.sections.clusters import ClusterConfig, RankRange
@@ -24,6 +24,7 @@ class LocalBackend(Backend):
     """One slot per GPU of this machine, or the requested number of slots on the CPU."""
 
     own_workers = True
+    tls = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Start scheduler and worker. Raises ClusterError."""
@@ -32,7 +33,7 @@ class LocalBackend(Backend):
         folder = cluster.folder
         worker = ["-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json", "--slots", str(slots)]
         worker += ["--gpus", ",".join(gpus) or "none", "--scratch", f"{folder}/scratch", "--name", socket.gethostname()]
-        worker += [] if cluster.tls_dir is None else ["--host", _LOOPBACK, "--tls-dir", str(folder)]
+        worker += ["--host", _LOOPBACK, "--tls-dir", str(folder)]
         # The worker first: its rank server imports torch while the scheduler starts.
         yield _started(cluster, "worker", worker)
         scheduler = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder), "--warm-driver"]
@@ -40,8 +41,10 @@ class LocalBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended, or None."""
-        ended = (part for part in cluster.parts if part.process and not processes.alive(part.process))
-        return next((f"{part.description} has ended" for part in ended), None)
+        running = processes.running(str(cluster.folder))
+        return next(
+            (f"the {part.name} (pid {part.pid}) has ended" for part in cluster.parts if part.pid not in running), None
+        )
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler and worker; a worker logs only what goes wrong."""
@@ -50,17 +53,13 @@ class LocalBackend(Backend):
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End both, and the ranks with them. Raises ClusterError."""
-        processes.end(str(cluster.folder), [part.process for part in cluster.parts if part.process])
-        if cluster.address.startswith("unix://"):
-            from ddptrain.protocol.unix_comm import remove_socket_dir
-
-            remove_socket_dir(cluster.address)  # left by a scheduler that was killed
+        processes.end(str(cluster.folder))
 
 
 def _started(cluster: ClusterRecord, role: str, arguments: list[str]) -> Part:
-    daemon = processes.start(DaemonOrder(role, str(cluster.folder), [PYTHON, "-P", *arguments]))
-    log = str(cluster.folder / f"{role}.log")
-    return Part(role=role, host=socket.gethostname(), id=str(daemon.pid), log=log, process=daemon)
+    folder = str(cluster.folder)
+    pid = processes.start(folder, role, [PYTHON, "-P", *arguments])
+    return Part(role=role, host=socket.gethostname(), id=folder, log=f"{folder}/{role}.log", pid=pid)
 
 
 def _room(config: ClusterConfig) -> tuple[int, tuple[str, ...]]:

@@ -38,10 +38,6 @@ def _section(value: object) -> object:
     return {"mode": "rank0" if value else "off"} if isinstance(value, bool) else value
 
 
-def _watched(value: object) -> object:
-    return {True: "gradients", False: "off"}[value] if isinstance(value, bool) else value
-
-
 def _tracker_name(name: str) -> str:
     if name in TRACKERS.built_in:
         raise wrong_field("", f"has a section of its own, tracking.{name}", f"write tracking.{name}.mode")
@@ -77,11 +73,6 @@ class WandbSettings(Strict):
         default=None, description="Group of the run; by default the run id in mode process, and the id of a sweep."
     )
     log_every: int = Field(default=10, ge=1, description="Steps between two rows of numbers.")
-    watch: Annotated[Literal["off", "gradients", "parameters", "all"], BeforeValidator(_watched)] = Field(
-        default="off",
-        description="Histograms of the model that ctx.prepare is given; true is gradients.",
-        json_schema_extra={"enum": ["off", "gradients", "parameters", "all", True, False]},
-    )
     checkpoints: bool = Field(default=False, description="Whether checkpoints are logged as artifacts.")
     finish_timeout_s: Seconds = Field(default=_FINISH_TIMEOUT_S, gt=0, description=_FINISH_TIMEOUT)
 

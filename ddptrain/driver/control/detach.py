@@ -1,4 +1,8 @@
-"""Starts a driver in its own session. The process that starts it can end when the run has begun."""
+"""Starts a driver in its own session. The process that starts it can end when the run has begun.
+
+The driver's output goes into a pipe to that process. When its run directory exists, the driver writes a line about the
+run into the pipe, and closes it: from then on its output goes into driver.log.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,23 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ddptrain import ci
 from ddptrain.driver.observers import OPENED
 from ddptrain.errors import ClusterError, ExitCode, UsageError
-from ddptrain.file_ops import write_all
-from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.secure_files import open_to_append
 
-READY_OPTION = "--ready-fd"
+READY_OPTION = "--ready"
+_MARK = b"ddptrain-begun "  # the line about the run begins so
 _BEGIN_DEADLINE_S = 120.0  # time for imports, and for requests to the object store of the runs
 _END_DEADLINE_S = 10.0
 _BLOCK_BYTES = 1 << 16
@@ -36,7 +38,7 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The message of a detached driver when its run directory exists.
+    """A detached driver whose run directory exists.
 
     reason: why --resume chose this run. log_from: the earlier size of `log` in bytes (a resumed run already has one).
     done: the run had already succeeded; the driver starts nothing.
@@ -85,133 +87,84 @@ def start_ordered(
 ) -> tuple[subprocess.Popen[bytes], Begun | EndedEarly]:
     """Start a driver as start_detached does, and write `request` to its stdin, which stays open.
 
-    The caller must wait for the process. Raises ClusterError if the run does not begin in time.
+    What the driver prints before its run has begun is written to stderr. The caller must wait for the process. Raises
+    ClusterError if the run does not begin in time.
     """
-    with results_errors(Path(tempfile.gettempdir())):
-        output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
-    with output:
-        process, ready = _start(arguments, output, subprocess.PIPE if request else subprocess.DEVNULL, environ)
-        try:
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.write(request)
-                    process.stdin.flush()
-            if line := _read_line(ready, deadline_s):
-                return process, Begun(**json.loads(line))
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
-            return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _output_of(output.fileno()))
-        except BaseException:
-            _stop_process(process)
-            raise
-        finally:
-            os.close(ready)
-
-
-def _start(
-    arguments: Sequence[str], output: IO[bytes], stdin: int, environ: Mapping[str, str] | None
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the driver; return it, and the pipe that receives its message."""
-    ready, tell = os.pipe()
+    process = subprocess.Popen(
+        [*_program(), *arguments[:1], READY_OPTION, *arguments[1:]],
+        stdin=subprocess.PIPE if request else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environ,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
     try:
-        process = subprocess.Popen(
-            [*_program(), *arguments[:1], READY_OPTION, str(tell), *arguments[1:]],
-            stdin=stdin,
-            stdout=output,
-            stderr=output,
-            pass_fds=[tell],
-            env=environ,
-            start_new_session=True,
-        )
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.write(request)
+                process.stdin.flush()
+        before, mark, after = _read_all(process.stdout.fileno(), deadline_s).partition(_MARK)
+        if mark:
+            print(before.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+            return process, Begun(**json.loads(after.partition(b"\n")[0]))
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, before.decode(errors="replace"))
     except BaseException:
-        os.close(ready)
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_DEADLINE_S)
+        process.kill()
+        process.wait()
         raise
     finally:
-        os.close(tell)
-    return process, ready
+        process.stdout.close()
 
 
 def _program() -> list[str]:
     return [sys.executable, "-P", "-m", "ddptrain"]
 
 
-def _read_line(descriptor: int, deadline_s: float) -> bytes:
-    """Read until the other end is closed; return the bytes. Raises ClusterError at the deadline."""
+def _read_all(descriptor: int, deadline_s: float) -> bytes:
+    """Read until the other end is closed. Raises ClusterError at the deadline."""
     deadline = time.monotonic() + deadline_s
-    line = b""
+    blocks: list[bytes] = []
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        block = os.read(descriptor, _BLOCK_BYTES)
-        if not block:
-            return line
-        line += block
-    raise ClusterError(f"the detached driver has not begun its run within {deadline_s:g} s; try it without --detach")
-
-
-def _output_of(descriptor: int) -> str:
-    """Return the content of a file that another process is writing, without changing the position in the file."""
-    blocks, at = [], 0
-    while block := os.pread(descriptor, _BLOCK_BYTES, at):
+        if not (block := os.read(descriptor, _BLOCK_BYTES)):
+            return b"".join(blocks)
         blocks.append(block)
-        at += len(block)
-    return b"".join(blocks).decode(errors="replace")
-
-
-def _stop_process(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_END_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    raise ClusterError(f"the detached driver has not begun its run within {deadline_s:g} s; try it without --detach")
 
 
 # --- the driver ---
 
 
-class ReadyPipe:
-    """A run observer of a detached driver: reports to the process that waits that the run has begun, or was done.
+class ReportBegun:
+    """A run observer of a detached driver: reports that the run has begun, or was done, and redirects the output.
 
     Raises ResultsError if the log of the driver can't be written.
     """
 
-    def __init__(self, ready_fd: int) -> None:
-        self._fd = ready_fd
-
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Redirect stdout and stderr to the run's driver.log when the run is opened, and report it."""
+        """Write the line about the run that is opened to stdout; redirect stdout and stderr to its driver.log."""
         if event["event"] != OPENED:
             return
         layout, done = RunLayout(Path(event["folder"])), event["done"]
-        if not done:
-            log_from = _redirect_output(layout.driver_log)
-        else:
-            log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
+        descriptor = os.open(os.devnull, os.O_WRONLY) if done else open_to_append(layout.driver_log)
+        log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
         log = layout.shown_path(layout.driver_log)
         host = socket.gethostname()
         begun = Begun(event["run_id"], event["run_dir"], os.getpid(), host, log, event["reason"], log_from, done)
-        with suppress(OSError), os.fdopen(self._fd, "wb") as pipe:  # the waiting process may be gone
-            pipe.write(json.dumps(dataclasses.asdict(begun)).encode())
+        with suppress(OSError):  # the waiting process may have ended
+            print(_MARK.decode() + json.dumps(dataclasses.asdict(begun)), flush=True)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
 
     def on_end(self, run: RunView) -> None:
         """Do nothing: nobody waits for the end."""
-
-
-def _redirect_output(log: Path) -> int:
-    """Redirect stdout and stderr to the file, with their output so far; return its earlier size in bytes."""
-    descriptor = open_to_append(log)
-    try:
-        with results_errors(log):
-            before = os.fstat(descriptor).st_size
-            write_all(descriptor, _output_of(sys.stdout.fileno()).encode())
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-                os.dup2(descriptor, stream.fileno())
-    finally:
-        os.close(descriptor)
-    return before
 
 
 # --- the request of ddptrain.launch to its driver: one line of JSON on stdin ---

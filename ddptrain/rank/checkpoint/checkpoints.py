@@ -21,7 +21,6 @@ from ddptrain.protocol.events import CheckpointPart, StagedFile
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.agreement import Agreement
 from ddptrain.rank.checkpoint import files, snapshot
-from ddptrain.rank.checkpoint.files import Resumed
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, Snapshot, is_sharded, plain_bytes
 from ddptrain.rank.gradients import GradientSteps
 from ddptrain.rank.loader import Loaders
@@ -29,6 +28,20 @@ from ddptrain.rank.output import ArtifactFiles, Emitter, numbers, optional
 from ddptrain.rank.trackers import RankTrackers
 
 _NICENESS = 5  # the priority of the thread is lower than that of training steps
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The checkpoint that a run continues from: its `step`, its `epoch`, and in `data` the extra state.
+
+    world_size: the number of ranks that saved it. rank_state: that of this rank; None if the number of ranks differs.
+    """
+
+    step: int
+    epoch: float | None
+    data: Mapping[str, Any]
+    rank_state: Any = None
+    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +195,22 @@ class Checkpoints:
 
     def _write(self, save: _Save) -> bool:
         """Write what this rank writes; rank 0 announces the checkpoint. Return False if ranks did not take part."""
-        shards = save.snapshot.shards
-        if shards is not None:
-            written = files.write_shards(save.folder, shards, self._spec.rank)
-            finite = snapshot.are_finite(shards.model)
-            if self._spec.rank != 0:
-                part = {**asdict(CheckpointPart(self._spec.rank, save.folder.name, written)), "finite": finite}
-                try:
-                    self._agreement.give_state(save.number, json.dumps(part).encode() + b"\n" + save.own)
-                except RuntimeError:  # the store has ended, and so has the worker group
-                    return False
-                return True
+        rank, is_whole = self._spec.rank, save.snapshot.places is None
+        written = files.write(save.folder, save.snapshot, rank)
+        finite = snapshot.are_finite(save.snapshot.weights)
+        if rank != 0:
+            part = {**asdict(CheckpointPart(rank, save.folder.name, written)), "finite": finite}
+            try:
+                self._agreement.give_state(save.number, json.dumps(part).encode() + b"\n" + save.own)
+            except RuntimeError:  # the store has ended, and so has the worker group
+                return False
+            return True
         try:
             given = [b"\n" + save.own, *self._agreement.states(save.number, self._hurry)]
         except TimeoutError:
             return False
         self._note_missing(given, save)
-        if shards is not None and None in given:
+        if not is_whole and None in given:
             return False  # the slices of a rank are missing
         heads, states = [], []
         for each in given:
@@ -206,14 +218,10 @@ class Checkpoints:
             heads.append(json.loads(head or "{}"))
             states.append(snapshot.from_bytes(encoded) if each is not None else None)
         metrics = mean_metrics([state.pop("metrics", {}) for state in states if state is not None])
-        save.snapshot.state["metrics"] = metrics
-        if shards is None:
-            written = files.write(save.folder, save.snapshot, states)
-            finite = snapshot.are_finite(save.snapshot.weights)
+        written = *written, *files.write_state(save.folder, {**save.snapshot.state, "metrics": metrics}, states)
+        if is_whole:
             self._tracked.checkpoint(save.step, save.folder, metrics)  # before the driver may move it
-        else:
-            written = *written, *files.write_state(save.folder, save.snapshot, states)
-            finite = finite and all(head["finite"] for head in heads[1:])
+        finite = finite and all(head.get("finite", True) for head in heads)
         parts = tuple(
             CheckpointPart(head["rank"], head["staging"], tuple(StagedFile(**file) for file in head["files"]))
             for head in heads
@@ -224,7 +232,7 @@ class Checkpoints:
         return True
 
     def _note_missing(self, given: Sequence[bytes | None], save: _Save) -> None:
-        is_whole = save.snapshot.shards is None
+        is_whole = save.snapshot.places is None
         lost = "its random state is not saved" if is_whole else "no checkpoint of the sharded model is saved"
         for rank in {rank for rank, state in enumerate(given) if state is None} - self._missing:
             self._missing.add(rank)
@@ -241,14 +249,32 @@ class Checkpoints:
         self._agreement.meet("resume")
         if not self._spec.resume_from:
             return None
-        resumed, state = files.load_checkpoint(self._spec, self._device, model, optimizer, more, self._note)
-        self._loaders.restore(state.get("loaders") or [], int(resumed.epoch or 0) + 1)
+        state = files.read(Path(self._spec.resume_from), model, optimizer, self._device)
+        step, epoch, extra = state["step"], state["epoch"], state["extra"]
+        for name, value in more.items():
+            if name in extra:
+                value.load_state_dict(extra[name])
+            else:
+                self._note(f"the checkpoint of step {step} contains no {name!r}: it starts from the beginning")
+        data = {name: value for name, value in extra.items() if name not in more}
+        data = files.map_values(data, torch.Tensor, lambda tensor: tensor.to(self._device))
+        ranks, world_size = state.get("ranks") or [], self._spec.placement.world_size
+        own = ranks[self._spec.rank] if len(ranks) == world_size else None
+        if own:
+            files.restore_random(own["random"], self._device)
+        elif ranks:
+            self._note(
+                f"the checkpoint is of {len(ranks)} ranks, this run has {world_size}: it continues where they were, "
+                "with new random states"
+                if len(ranks) != world_size
+                else "the checkpoint lacks the random states of some ranks: those are new"
+            )
+            files.reseed_random(ranks[0]["random"], self._spec.rank)
+        self._loaders.restore(state.get("loaders") or [], int(epoch or 0) + 1)
         self._gradients.restore(state.get("gradients"))
-        self._agreement.step = resumed.step
-        self._has_resumed = True
-        epoch = "" if resumed.epoch is None else f", epoch {resumed.epoch:g}"
-        self._note(f"continues from step {resumed.step}{epoch}")
-        return resumed
+        self._agreement.step, self._has_resumed = step, True
+        self._note(f"continues from step {step}{'' if epoch is None else f', epoch {epoch:g}'}")
+        return Resumed(step, epoch, data, own["rank_state"] if own else None, len(ranks) or world_size)
 
     def logged(self, step: int) -> None:
         """Compare the step of a ctx.log call, unless ctx.resume was called: the call may count something else then."""

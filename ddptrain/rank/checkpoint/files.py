@@ -7,9 +7,8 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +17,9 @@ from torch import Tensor
 
 from ddptrain.file_ops import sha256, write_all
 from ddptrain.protocol.events import StagedFile
-from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.tensor_slices import MODEL, OPTIMIZER, is_sharded_checkpoint, shard_file, slice_metadata
-from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot, is_sharded, unwrapped
+from ddptrain.rank.checkpoint.snapshot import Snapshot, is_sharded, unwrapped
 from ddptrain.rank.checkpoint.weights import MODEL_FILE, SAFETENSORS_TYPES, read_weights, with_module_versions
-
-if TYPE_CHECKING:
-    import torch
 
 TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt refers to them
 STATE_FILE = "state.pt"
@@ -33,37 +28,30 @@ _LARGE_BYTES = 1 << 20
 _REFERENCE = "ddptrain.tensor"  # {_REFERENCE: name} in state.pt refers to the tensor of that name in TENSORS_FILE
 
 
-def write(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
-    """Write a snapshot and the states of all ranks into a new folder; return the files and their hashes.
+def write(folder: Path, snapshot: Snapshot, rank: int = 0) -> tuple[StagedFile, ...]:
+    """Write the weights, or a rank's slices if it has any, into a new folder; return the files and their hashes.
 
     Raises OSError if a write fails.
     """
     folder.mkdir(parents=True)
-    weights = _write_file(folder / MODEL_FILE, _safetensors(snapshot.weights, snapshot.tied))
-    return weights, *write_state(folder, snapshot, ranks)
+    if (places := snapshot.places) is None:
+        return (_write_file(folder / MODEL_FILE, _safetensors(snapshot.weights, snapshot.tied)),)
+    files = []
+    for kind, tensors, tied in (MODEL, snapshot.weights, snapshot.tied), (OPTIMIZER, snapshot.optimizer, {}):
+        if tensors or (kind == MODEL and rank == 0):
+            metadata = slice_metadata({name: places[name] for name in tensors}, tied)
+            files.append(_write_file(folder / shard_file(kind, rank), _safetensors(tensors, metadata)))
+    return tuple(files)
 
 
-def write_state(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
-    """Write everything but the weights into a folder. Raises OSError if a write fails."""
+def write_state(folder: Path, state: Mapping[str, Any], ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
+    """Write everything but the weights, with the states of all ranks. Raises OSError if a write fails."""
     large: dict[str, Tensor] = {}
-    state = _map(snapshot.state, Tensor, lambda tensor: _refer_if_large(tensor, large))
+    small = map_values(state, Tensor, lambda tensor: _refer_if_large(tensor, large))
     file = io.BytesIO()
-    torch.save({**state, "ranks": ranks}, file)
+    torch.save({**small, "ranks": ranks}, file)
     files = [_write_file(folder / TENSORS_FILE, _safetensors(large, {}))] if large else []
     return *files, _write_file(folder / STATE_FILE, [file.getbuffer()])
-
-
-def write_shards(folder: Path, shards: Shards, rank: int) -> tuple[StagedFile, ...]:
-    """Write a rank's slices, if it has any, into a new folder; return the files. Raises OSError if a write fails."""
-    folder.mkdir(parents=True)
-    files = []
-    if shards.model or rank == 0:
-        metadata = slice_metadata(shards.model_places, shards.tied)
-        files.append(_write_file(folder / shard_file(MODEL, rank), _safetensors(shards.model, metadata)))
-    if shards.optimizer:
-        metadata = slice_metadata(shards.optimizer_places, {})
-        files.append(_write_file(folder / shard_file(OPTIMIZER, rank), _safetensors(shards.optimizer, metadata)))
-    return tuple(files)
 
 
 def read(
@@ -74,20 +62,14 @@ def read(
     Raises RuntimeError, which lists missing and unexpected names, if the weights don't fit the model.
     """
     state = read_state(folder)
-    others = state.pop("model", None) or {}
-    sharded = is_sharded(model)
-    if sharded:
-        from ddptrain.rank.checkpoint.shards import load_weights  # its imports take time
-
-        load_weights(folder, model, others)
-    else:
-        bare = unwrapped(model)
-        bare.load_state_dict(with_module_versions(bare, {**read_weights(folder, device), **others}))
+    bare, sharded = unwrapped(model), is_sharded(model)
+    if sharded or is_sharded_checkpoint(folder):
+        from ddptrain.rank.checkpoint import shards  # its imports take time
+    weights = shards.own_weights(folder, bare) if sharded else read_weights(folder, device)
+    bare.load_state_dict(with_module_versions(bare, {**weights, **(state.pop("model", None) or {})}))
     if optimizer is not None and state["optimizer"] is not None:
         if sharded or is_sharded_checkpoint(folder):
-            from ddptrain.rank.checkpoint.shards import load_optimizer
-
-            load_optimizer(folder, state["optimizer"], model, optimizer)
+            shards.load_optimizer(folder, state["optimizer"], bare, optimizer)
         else:
             optimizer.load_state_dict(state["optimizer"])
     return state
@@ -97,7 +79,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Load everything but the weights, on the CPU."""
     state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     large = load_file(folder / TENSORS_FILE) if (folder / TENSORS_FILE).exists() else {}
-    restored: dict[str, Any] = _map(state, dict, lambda item: _resolved(item, large))
+    restored: dict[str, Any] = map_values(state, dict, lambda item: _resolved(item, large))
     return restored
 
 
@@ -117,12 +99,12 @@ def _resolved(item: dict[Any, Any], large: Mapping[str, Tensor]) -> Any:
     return large[item[_REFERENCE]] if item.keys() == {_REFERENCE} else item
 
 
-def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
+def map_values(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
     """Apply `change` to each instance of `kind` in nested containers, to items before their container."""
     if type(value) in (list, tuple, set):
-        value = type(value)(_map(item, kind, change) for item in value)
+        value = type(value)(map_values(item, kind, change) for item in value)
     elif isinstance(value, dict):
-        value = type(value)((key, _map(item, kind, change)) for key, item in value.items())
+        value = type(value)((key, map_values(item, kind, change)) for key, item in value.items())
     return change(value) if isinstance(value, kind) else value
 
 
@@ -197,51 +179,3 @@ def reseed_random(state: Mapping[str, Any], rank: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The checkpoint that a run continues from: its `step`, its `epoch`, and in `data` the extra state.
-
-    world_size: the number of ranks that saved it. rank_state: that of this rank; None if the number of ranks differs.
-    """
-
-    step: int
-    epoch: float | None
-    data: Mapping[str, Any]
-    rank_state: Any = None
-    world_size: int = 0
-
-
-def load_checkpoint(
-    spec: RankSpec,
-    device: torch.device,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    more: Mapping[str, Any],
-    note: Callable[[str], None],
-) -> tuple[Resumed, dict[str, Any]]:
-    """Load the checkpoint of `spec` into the given objects; return the result for the user, and all of its state."""
-    state = read(Path(spec.resume_from), model, optimizer, device)
-    extra: dict[str, Any] = state["extra"]
-    for name, value in more.items():
-        if name in extra:
-            value.load_state_dict(extra[name])
-        else:
-            note(f"the checkpoint of step {state['step']} contains no {name!r}: it starts from the beginning")
-    data = {name: value for name, value in extra.items() if name not in more}
-    data = _map(data, Tensor, lambda tensor: tensor.to(device))
-    ranks, world_size = state.get("ranks") or [], spec.placement.world_size
-    own = ranks[spec.rank] if len(ranks) == world_size else None
-    if own:
-        restore_random(own["random"], device)
-    elif ranks:
-        note(
-            f"the checkpoint is of {len(ranks)} ranks, this run has {world_size}: it continues where they were, "
-            "with new random states"
-            if len(ranks) != world_size
-            else "the checkpoint lacks the random states of some ranks: those are new"
-        )
-        reseed_random(ranks[0]["random"], spec.rank)
-    rank_state = own["rank_state"] if own else None
-    return Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or world_size), state

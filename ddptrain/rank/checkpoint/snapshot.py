@@ -31,32 +31,15 @@ _COPY_THREADS = 4  # one thread does not use all of the memory's bandwidth
 class Snapshot:
     """The weights by name, further names of tied weights (name -> name of the weight), and the rest as plain data.
 
-    shards: this rank's slices of the weights and of the optimizer's state, for a sharded model; `weights` is then
-    empty.
+    places: of a sharded model, whose `weights` are this rank's slices, the place of each slice; None for a whole model.
+    optimizer: this rank's slices of the optimizer's state, named <weight>/<name>; that of a whole model is in `state`.
     """
 
     weights: Mapping[str, Tensor]
     tied: Mapping[str, str]
     state: dict[str, Any]
-    shards: Shards | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """A rank's slices of tensors by name, with the place of each: the whole tensor's shape, and the slice's offset.
-
-    tied: as in Snapshot. others: values of the model's state that are not tensors. optimizer_rest: the optimizer's
-    settings, and values of its state that are not tensors; None without an optimizer. An optimizer's tensor is named
-    <weight>/<name>.
-    """
-
-    model: Mapping[str, Tensor]
-    model_places: Mapping[str, Place]
+    places: Mapping[str, Place] | None
     optimizer: Mapping[str, Tensor]
-    optimizer_places: Mapping[str, Place]
-    tied: Mapping[str, str]
-    others: Mapping[str, Any]
-    optimizer_rest: Mapping[str, Any] | None
 
 
 class HostBuffers:
@@ -75,26 +58,50 @@ class HostBuffers:
 
         The previous snapshot must no longer be in use. The copies are complete when this returns.
 
-        Raises TypeError if a value could only be loaded by executing a pickle.
+        Raises TypeError if a value could only be loaded by executing a pickle, or a safetensors file cannot hold it.
         """
         self._used = 0
         self._to_copy.clear()
-        shards = None
-        if is_sharded(model):
-            from ddptrain.rank.checkpoint.shards import own_shards
+        bare, settings = unwrapped(model), optimizer
+        weights: dict[str, Tensor] = {}
+        tied: dict[str, str] = {}
+        others: dict[str, Any] = {}
+        of_optimizer: dict[str, Tensor] = {}
+        places: dict[str, Place] | None = {} if is_sharded(model) else None
+        names_by_memory: dict[object, str] = {}
+        for name, value in bare.state_dict().items():
+            if not isinstance(value, Tensor):
+                others[name] = value
+            elif (first := names_by_memory.setdefault(memory_of(value) or name, name)) != name:
+                tied[name] = first
+            else:
+                self._add(name, f"the weight {name!r}", value, weights, places)
+        if places is not None and optimizer is not None:
+            from ddptrain.rank.checkpoint.shards import optimizer_state
 
-            shards = own_shards(unwrapped(model), optimizer, self._copy)
-            weights: dict[str, Tensor] = {}
-            tied, others, settings = shards.tied, shards.others, shards.optimizer_rest
-        else:
-            weights, tied, others = self._weights(unwrapped(model).state_dict())
-            settings = optimizer  # type: ignore[assignment]  # an object with state_dict(), or a dictionary
+            values, settings = optimizer_state(bare, optimizer)  # type: ignore[assignment]  # has no state_dict()
+            for name, value in values.items():
+                self._add(name, f"the optimizer's {name!r}", value, of_optimizer, places)
         plain = {name: self.named(name, value) for name, value in state.items()}
         if others:
-            plain["model"] = self.named("model", dict(others))
+            plain["model"] = self.named("model", others)
         plain["optimizer"] = self.named("optimizer", settings)
         self.complete()
-        return Snapshot(weights, tied, plain, shards)
+        return Snapshot(weights, tied, plain, places, of_optimizer)
+
+    def _add(
+        self, name: str, what: str, tensor: Tensor, copies: dict[str, Tensor], places: dict[str, Place] | None
+    ) -> None:
+        """Copy a tensor; or, if there are places, the slice that this rank saves, if it saves one."""
+        if tensor.dtype not in SAFETENSORS_TYPES or tensor.layout is not torch.strided:
+            raise TypeError(f"{what} can't be saved: {tensor.dtype}, {tensor.layout}")
+        if places is not None:
+            from ddptrain.rank.checkpoint.shards import own_slice
+
+            if (own := own_slice(what, tensor)) is None:
+                return
+            tensor, places[name] = own
+        copies[name] = self._copy(tensor)
 
     def complete(self) -> None:
         """Copy the large tensors of the CPU, and wait until the copies from GPUs are complete."""
@@ -104,22 +111,6 @@ class HostBuffers:
             self._to_copy.clear()
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
-
-    def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, str], Mapping[str, Any]]:
-        """Return the weights, further names of tied weights, and values that are not tensors (extra states)."""
-        weights: dict[str, Tensor] = {}
-        tied: dict[str, str] = {}
-        names_by_memory: dict[object, str] = {}
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            first = names_by_memory.setdefault(memory_of(value) or name, name)
-            if first != name:
-                tied[name] = first
-            else:
-                weights[name] = self._copy(value)
-                require_savable(f"the weight {name!r}", value)
-        return weights, tied, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
     def named(self, name: str, value: Any) -> Any:
         """Return what `plain` returns. Raises TypeError, which names the part of the checkpoint."""
@@ -149,7 +140,12 @@ class HostBuffers:
         source = tensor.detach()
         if source.layout is not torch.strided or source.is_quantized:
             return source.cpu().clone()
-        buffer = self._buffer(source)
+        if (number := self._used) == len(self._buffers):
+            self._buffers.append(_host_memory(source))
+        self._used += 1
+        buffer = self._buffers[number]
+        if buffer.shape != source.shape or buffer.dtype != source.dtype or (source.is_cuda and not buffer.is_pinned()):
+            buffer = self._buffers[number] = _host_memory(source)
         if (
             source.is_cpu and source.nbytes >= _HUGE_BYTES and torch.get_num_threads() == 1
         ):  # with more threads, torch divides the work itself
@@ -159,17 +155,6 @@ class HostBuffers:
         if source.is_cuda:
             self._devices.add(source.device)
         return buffer
-
-    def _buffer(self, like: Tensor) -> Tensor:
-        number = self._used
-        self._used += 1
-        if number == len(self._buffers):
-            self._buffers.append(_host_memory(like))
-        old = self._buffers[number]
-        fits = old.shape == like.shape and old.dtype == like.dtype and (old.is_pinned() or not like.is_cuda)
-        if not fits:
-            self._buffers[number] = _host_memory(like)
-        return self._buffers[number]
 
 
 def are_finite(weights: Mapping[str, Tensor]) -> bool:
@@ -212,17 +197,12 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def require_savable(what: str, tensor: Tensor) -> None:
-    """Raise TypeError if a safetensors file cannot hold the tensor."""
-    if tensor.dtype not in SAFETENSORS_TYPES or tensor.layout is not torch.strided:
-        raise TypeError(f"{what} can't be saved: {tensor.dtype}, {tensor.layout}")
-
-
 def memory_of(tensor: Tensor) -> object:
     """Return a key that is equal for two tensors only if they use the same memory; None if this is unknown."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # the slice of a DTensor
+    if local.layout is not torch.strided or local.numel() == 0 or local.device.type == "meta":
         return None
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return local.device, local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def _host_memory(like: Tensor) -> Tensor:
@@ -252,14 +232,10 @@ def _copied_by_torch(value: Any) -> Any:
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the object's own code raises
+        text = sanitized(str(error))
+        unsupported = re.search(r"Unsupported [^\n]+? was not an allowed global", text)
+        reason = unsupported[0] if unsupported else one_line(text) or type(error).__name__
         raise _NotPlain(
             "must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
-            f"or objects with state_dict(), not {type(value).__qualname__} ({_reason(error)})"
+            f"or objects with state_dict(), not {type(value).__qualname__} ({reason})"
         ) from None  # torch's own message advises the user to execute the pickle
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason for an error of torch.save or torch.load, in one line without escape sequences."""
-    text = sanitized(str(error))
-    match = re.search(r"Unsupported [^\n]+? was not an allowed global", text)
-    return match[0] if match else one_line(text) or type(error).__name__

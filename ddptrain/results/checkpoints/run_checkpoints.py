@@ -1,10 +1,13 @@
-"""Adds checkpoints to the checkpoints folder of a run. A checkpoint there is complete and verified, or absent."""
+"""Adds checkpoints to the checkpoints folder of a run, and decides which stay and which is the best.
+
+A checkpoint there is complete and verified, or absent, and its files are not changed any more: a step that is saved
+again gets a folder of its own, step-100.2, and the folder before is deleted.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +21,7 @@ from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
+from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name, step_of
 from ddptrain.results.run_record import BestRecord, as_json_data
 from ddptrain.results.secure_files import write_file
 from ddptrain.results.staged_files import StagedMove, move_in
@@ -38,7 +41,7 @@ class RunCheckpoints:
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoints' folder names, newest first."""
-        return tuple(step_name(step) for step in reversed(self._saved))
+        return tuple(each.name for each in reversed(self._saved.values()))
 
     def adopt(
         self,
@@ -62,40 +65,45 @@ class RunCheckpoints:
         before = self._saved[event.step].metrics if event.step in self._saved else {}
         metrics = {**before, **event.metrics}
         event = replace(event, metrics=metrics, finite=event.finite and are_finite(metrics, policy))
-        final = self._folder / step_name(event.step)
-        incoming = self._folder / f"{INCOMING}{final.name}-{secrets.token_hex(4)}"
         staged = _staged(event, (source, *parts))
-        _check_names(event, staged)
+        incoming = self._folder / f"{INCOMING}{step_name(event.step)}-{secrets.token_hex(4)}"
         try:
+            _check_names(event, staged)
             with results_errors(incoming):
                 incoming.mkdir(mode=0o755, parents=True)
             moves = [StagedMove(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
             move_in(moves, CheckpointDamaged, moved)
             write_file(incoming / MANIFEST, _manifest(event, [file for _, file in staged], world_size, versions))
-            with results_errors(final):
+            with results_errors(incoming):
                 sync_folder(incoming)
-                _publish(incoming, final)
+                others = [path for path in self._folder.iterdir() if step_of(path.name) == event.step]
+                final = self._free_folder(event.step)
+                publish(incoming, final)
+                sync_folder(self._folder)
         except BaseException:
             shutil.rmtree(incoming, ignore_errors=True)
             raise
-        self._keep_newest(event, policy)
+        self._saved.pop(event.step, None)
+        self._saved[event.step] = Saved(event.step, metrics, event.finite, final.name)
+        self._update_pointers(policy)
+        dropped = superseded([*self._saved.values()], self.best, policy)
+        for folder in (*others, *(self._folder / self._saved.pop(step).name for step in dropped)):
+            _remove(folder)
         return final
 
     def restore(self, checkpoints: Iterable[VerifiedCheckpoint], policy: CheckpointPolicy) -> None:
         """Register existing checkpoints, oldest first.
 
-        A checkpoint in the folder that is not registered stays until one of the same step replaces it.
+        A checkpoint in the folder that is not registered stays until its step is saved again.
         """
-        self._saved = {each.step: Saved(each.step, each.metrics, each.finite) for each in checkpoints}
+        self._saved = {each.step: Saved(each.step, each.metrics, each.finite, each.folder.name) for each in checkpoints}
         self._update_pointers(policy)
 
-    def _keep_newest(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
-        self._saved.pop(event.step, None)
-        self._saved[event.step] = Saved(event.step, event.metrics, event.finite)
-        self._update_pointers(policy)
-        for step in superseded([*self._saved.values()], self.best, policy):
-            del self._saved[step]
-            _remove(self._folder / step_name(step))
+    def _free_folder(self, step: int) -> Path:
+        number = 1
+        while (folder := self._folder / step_name(step, number)).exists():
+            number += 1
+        return folder
 
     def _update_pointers(self, policy: CheckpointPolicy) -> None:
         """Update the attribute `best`, and the pointer files `latest` and `best`."""
@@ -104,7 +112,7 @@ class RunCheckpoints:
         for name, step in steps.items():
             pointer = self._folder / name
             if step is not None:
-                write_file(pointer, f"{step_name(step)}\n".encode())
+                write_file(pointer, f"{self._saved[step].name}\n".encode())
             else:
                 with results_errors(pointer):
                     pointer.unlink(missing_ok=True)
@@ -154,31 +162,6 @@ def _manifest(
     return (json.dumps(as_json_data(manifest), indent=2, allow_nan=False) + "\n").encode()
 
 
-def _publish(incoming: Path, final: Path) -> None:
-    """Rename `incoming` to `final`. An existing folder `final` is replaced, and one of both exists at any time."""
-    if not final.exists():
-        publish(incoming, final)
-    elif _exchange(incoming, final):
-        shutil.rmtree(incoming, ignore_errors=True)
-    else:
-        old = final.with_name(f"{_OLD}{final.name}-{secrets.token_hex(4)}")
-        publish(final, old)
-        publish(incoming, final)
-        shutil.rmtree(old, ignore_errors=True)
-    sync_folder(final.parent)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders atomically; return False if the system or the file system cannot."""
-    import ctypes
-
-    at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: man 2 renameat2
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    return bool(rename(at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other), exchange) == 0)
-
-
 def _remove(folder: Path) -> None:
     """Delete a checkpoint. The folder is renamed first, so that no reader sees an incomplete checkpoint."""
     renamed = folder.with_name(f"{_OLD}{folder.name}-{secrets.token_hex(4)}")
@@ -202,11 +185,12 @@ class CheckpointPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint to choose from: its step, its metrics, and whether it is finite (see `are_finite`)."""
+    """A checkpoint to choose from: step, metrics, whether it is finite (see `are_finite`), and its folder's name."""
 
     step: int
     metrics: Mapping[str, float]
     finite: bool = True
+    name: str = ""
 
 
 def are_finite(metrics: Mapping[str, float], policy: CheckpointPolicy) -> bool:

@@ -38,8 +38,6 @@ _DISK_CHECK_S = 10.0
 _DISK_FULL_BYTES = 1 << 16
 _FINISH_MARGIN_S = 0.3  # our timeout is longer, so that wandb's own timeout ends run.finish() first
 _UPLOAD_SHARE = 0.8  # of the time for the end: then run.finish() begins, although artifacts wait
-_WATCH_EVERY = 10  # rows from one set of histograms to the next
-_STALE_S = 3.0  # an older row gets no histograms, because these show the model as it is now
 STEP = "step"
 EPOCH = "epoch"
 ATTEMPT = "attempt"  # after a restart W&B keeps both rows of a repeated step; the higher attempt counts
@@ -61,8 +59,6 @@ class WandbTracker:
         self._filter = RowFilter(int(options.get("log_every", 10)))
         self._row: WandbRow | None = None
         self._done: set[str] = set()  # metrics that are defined, and messages that were sent
-        self._model: Any = None
-        self._rows_until_watch = 0
         self._row_error: Exception | None = None  # of the last row
         self._offline_reason = ""  # why the run is offline although online was wanted
         self._lock = threading.Condition(threading.RLock())
@@ -135,8 +131,6 @@ class WandbTracker:
                 self._log_table(item)
             case items.Checkpoint() if self._options.get("checkpoints") and not self._run.offline:
                 self._uploads.put_checkpoint(item)
-            case items.Model():
-                self._model = item.model
             case _:
                 pass
 
@@ -169,7 +163,7 @@ class WandbTracker:
         for name in row.values:
             self._define(name)
         try:
-            self._run.log(row.as_logged(self._prefix, self._facts.attempt) | self._histograms(row))
+            self._run.log(row.as_logged(self._prefix, self._facts.attempt))
         except Exception as error:  # whatever wandb raises; log() raises it
             self._row_error = error
             raise
@@ -206,18 +200,6 @@ class WandbTracker:
             step = f"{self._prefix}{STEP}"
             with suppress(wandb.Error):  # wandb refuses some names, for example with a *: their last value is kept
                 self._run.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
-
-    def _histograms(self, row: WandbRow) -> dict[str, Any]:
-        """Return histograms of the model for every tenth row; {} for an old row, as they show the model of now."""
-        watch = self._options.get("watch", "off")
-        if self._model is None or watch == "off" or time.time() - row.time_s > _STALE_S:
-            return {}
-        self._rows_until_watch -= 1
-        if self._rows_until_watch > 0:
-            return {}
-        histograms = wandb_artifacts.histograms(self._model, watch)
-        self._rows_until_watch = _WATCH_EVERY if histograms else 1  # gradients exist only during a part of each step
-        return {f"{self._prefix}{name}": value for name, value in histograms.items()}
 
     def _log_table(self, item: items.Table) -> None:
         max_rows = 1000

@@ -19,8 +19,6 @@ from ddptrain.tracking import items
 from ddptrain.tracking.items import link_or_copy
 from ddptrain.tracking.wandb.wandb_run import reason_of
 
-_MAX_SAMPLES = 1 << 16  # the most values of a tensor in a histogram: it must not take much CPU time from the training
-_BINS = 64
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -150,29 +148,3 @@ def to_table_artifact(item: items.Table, max_rows: int, run_id: str, rank: int) 
 def artifact_name(text: str) -> str:
     """Return the text as a valid name of W&B, with "_" in place of other characters, at most 128 characters."""
     return _NOT_IN_NAMES.sub("_", text)[:128]
-
-
-def histograms(model: Any, watch: str) -> dict[str, wandb.Histogram]:
-    """Return histograms of a model's current values; `watch` is "parameters", "gradients" or "all".
-
-    The model is being trained meanwhile. It gets no hooks, so errors of W&B do not affect training.
-    """
-    tensors: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        if watch in {"parameters", "all"}:
-            tensors[f"parameters/{name}"] = parameter
-        if watch in {"gradients", "all"}:
-            tensors[f"gradients/{name}"] = parameter.grad
-    samples = {name: _sample(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return {
-        name: wandb.Histogram(np_histogram=np.histogram(values, bins=_BINS))
-        for name, values in samples.items()
-        if values.size
-    }
-
-
-def _sample(tensor: Any) -> Any:
-    """Return up to about 65,536 finite values of a tensor, as an array."""
-    flat = tensor.detach().flatten()
-    values = flat[:: max(1, flat.numel() // _MAX_SAMPLES)].float().cpu().numpy()
-    return values[np.isfinite(values)]

@@ -41,12 +41,12 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str, bool]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str]]:
     """What `up` was asked for; it starts nothing."""
-    found: list[tuple[ClusterConfig, str, bool]] = []
+    found: list[tuple[ClusterConfig, str]] = []
 
-    def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool, if_needed: bool) -> View:
-        found.append((config, name, tls))
+    def up(config: ClusterConfig, name: str, tell: Tell, *, if_needed: bool) -> View:
+        found.append((config, name))
         return View(ClusterRecord(name=name, config=config), State.UP)
 
     monkeypatch.setattr(lifecycle, "up", up)
@@ -63,37 +63,37 @@ def dead_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_options_become_the_cluster_section(call: Call, asked: list[tuple[ClusterConfig, str, bool]]) -> None:
+def test_options_become_the_cluster_section(call: Call, asked: list[tuple[ClusterConfig, str]]) -> None:
     assert call("up")[0] == 0
-    config, name, tls = asked[-1]
-    assert (config, name, tls) == (ClusterConfig(), "local", False)
+    config, name = asked[-1]
+    assert (config, name) == (ClusterConfig(), "local")
 
-    options = "--name dev --ranks 4 --gpus 0 --idle-timeout 60 --tls"
+    options = "--name dev --ranks 4 --gpus 0 --idle-timeout 60"
     assert call("up", *options.split())[0] == 0
-    config, name, tls = asked[-1]
-    assert (name, config.backend, config.ranks, config.gpus, tls) == ("dev", "local", 4, 0, True)
+    config, name = asked[-1]
+    assert (name, config.backend, config.ranks, config.gpus) == ("dev", "local", 4, 0)
     assert config.idle_timeout_s == 60
 
     options = "--host me@a --host b --set cluster.ssh.python=/opt/python"
     assert call("up", *options.split())[0] == 0
-    config, name, _ = asked[-1]
+    config, name = asked[-1]
     assert config.ssh is not None and (name, config.backend) == ("ssh", "ssh")
     assert (config.ssh.hosts, config.ssh.python) == (["me@a", "b"], "/opt/python")
 
 
 def test_runs_file_gives_its_cluster_section_and_options_win(
-    call: Call, asked: list[tuple[ClusterConfig, str, bool]]
+    call: Call, asked: list[tuple[ClusterConfig, str]]
 ) -> None:
     Path("run.yaml").write_text("workload: petnames\ncluster: {name: pets, ranks: 3, gpus: 0}\n")
     Path("only.yaml").write_text("cluster: {ranks: 5}\n")
     assert call("up", "run.yaml", "--ranks", "2")[0] == 0
     assert call("up", "only.yaml")[0] == 0
-    assert [(name, config.ranks) for config, name, _ in asked] == [("pets", 2), ("local", 5)]
+    assert [(name, config.ranks) for config, name in asked] == [("pets", 2), ("local", 5)]
 
 
 @pytest.mark.parametrize("backend", plugin_names.BACKENDS.built_in)
 def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missing(
-    call: Call, asked: list[tuple[ClusterConfig, str, bool]], backend: str
+    call: Call, asked: list[tuple[ClusterConfig, str]], backend: str
 ) -> None:
     """No provider has to expect that its section is missing."""
     code, _, err = call("up", "--backend", backend)

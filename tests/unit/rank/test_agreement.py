@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.rank.agreement import Agreement, PreemptedExit
 from tests.support.pace import is_cheap
-from tests.unit.rank.stores import Gang
+from tests.unit.rank.ranks import Gang
 from tests.unit.specs import make_spec
 
 

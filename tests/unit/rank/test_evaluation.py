@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ddptrain.rank.checkpoint.files import write
+from ddptrain.rank.checkpoint.files import write, write_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.rank.evaluation import SavedCheckpoint, checked_metrics, evaluate, saved_checkpoints
 
@@ -133,7 +133,9 @@ def test_saved_checkpoint_loads_weights_and_state_into_a_model(tmp_path: Path) -
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     state = {"step": 7, "epoch": 1.0, "metrics": {}, "extra": {"classes": ["a", "b"]}}
-    write(tmp_path / "step-7", HostBuffers().take(model, None, state))
+    copied = HostBuffers().take(model, None, state)
+    write(tmp_path / "step-7", copied)
+    write_state(tmp_path / "step-7", copied.state)
     checkpoint = SavedCheckpoint("new", tmp_path / "step-7", 7, 1.0, {})
     assert torch.equal(checkpoint.weights()["weight"], model.weight)
     assert checkpoint.state()["extra"] == {"classes": ["a", "b"]}

@@ -16,7 +16,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
-from ddptrain.tracking.items import Checkpoint, Image, Model, Numbers
+from ddptrain.tracking.items import Checkpoint, Image, Numbers
 from tests.unit.specs import make_spec
 from tests.unit.tracking.trackers import Hanging, House, Recorder
 
@@ -59,12 +59,10 @@ def test_items_reach_the_trackers_and_a_checkpoint_survives_its_move(rank: Rank,
     (tmp_path / "step-3" / "model").write_bytes(b"weights")
     assert rank.tracked.wants(Checkpoint)
     rank.tracked.numbers(events.Metrics(5, {"loss": 0.5}, 3, 0.25))
-    rank.tracked.model("the model")
     rank.tracked.checkpoint(3, tmp_path / "step-3", {"val/loss": 1.0})
     assert rank.tracked.finish("finished") == ""
-    numbers, model, checkpoint = reader.items
+    numbers, checkpoint = reader.items
     assert numbers == Numbers(5, {"loss": 0.5}, 3, 0.25)
-    assert isinstance(model, Model) and model.model == "the model"
     assert isinstance(checkpoint, Checkpoint)
     assert (checkpoint.step, checkpoint.metrics) == (3, {"val/loss": 1.0})
     assert reader.states == ["finished"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import resource
@@ -16,7 +17,7 @@ import pytest
 
 from ddptrain.log import Log
 from ddptrain.protocol.events import FileSaved
-from ddptrain.results import secure_files, staged_files
+from ddptrain.results import secure_files
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.log_file import driver_log
@@ -77,11 +78,16 @@ def test_a_staged_link_is_not_followed(writer: RunWriter, stage_file: StageFile,
         writer.adopt_file(event, link)
 
 
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+
 @pytest.mark.parametrize("is_linked", [True, False])
 def test_no_other_user_may_write_whatever_the_umask_is(
     writer: RunWriter, stage: Stage, stage_file: StageFile, monkeypatch: pytest.MonkeyPatch, is_linked: bool
 ) -> None:
-    monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: is_linked)
+    if not is_linked:
+        monkeypatch.setattr(os, "link", no_links)
     before = os.umask(0)
     try:
         writer.adopt_file(*stage_file("samples/a.json", b"[]"))

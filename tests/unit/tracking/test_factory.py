@@ -27,7 +27,7 @@ from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking import items
 from ddptrain.tracking.factory import load, start_trackers
-from ddptrain.tracking.items import Checkpoint, Model, Numbers, SharedFiles, TempFolder, link_or_copy
+from ddptrain.tracking.items import Checkpoint, Numbers, SharedFiles, TempFolder, link_or_copy
 from ddptrain.tracking.metric_goals import goal_of
 from tests.unit.specs import make_spec
 
@@ -74,9 +74,9 @@ def test_section_says_which_ranks_have_which_trackers(
 
 
 def test_options_and_time_limits_go_along() -> None:
-    config = {"wandb": {"watch": True, "finish_timeout_s": 5.0}, "other": [{"name": "a:B", "options": {"x": 1}}]}
+    config = {"wandb": {"finish_timeout_s": 5.0}, "other": [{"name": "a:B", "options": {"x": 1}}]}
     wandb, other = TrackingConfig.model_validate(config).for_rank(0)
-    assert (wandb.options["watch"], wandb.options["log_every"], wandb.finish_timeout_s) == ("gradients", 10, 5)
+    assert (wandb.options["log_every"], wandb.finish_timeout_s) == (10, 5)
     assert other == TrackerSpec("a:B", {"x": 1}, 30.0)
 
 
@@ -132,11 +132,10 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
     (tmp_path / "sink_a.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     told: list[events.Event] = []
-    chosen = TrackerSpec("sink_a:Mine", {"watch": "all"}, 60.0, {"id": "7"})
+    chosen = TrackerSpec("sink_a:Mine", {"x": "all"}, 60.0, {"id": "7"})
     tracking = TrackingSpec((chosen,), "pets", config={"a": 1}, folder=str(tmp_path / "runs/tracking"))
     manager = start_trackers(make_spec(attempt=2, rank=1, staging=str(tmp_path), tracking=tracking), told.append)
     assert manager is not None
-    assert manager.wants(Model)
     assert not manager.wants(Checkpoint)
     manager.put(Numbers(1, {"loss": 0.5}, 1))
     manager.end("preempted")

@@ -14,13 +14,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.errors import UsageError
-from ddptrain.rank.checkpoint.files import Resumed
-from ddptrain.rank.context import PreemptedExit, RankContext
+from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.train import Meter
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 from tests.unit.workloads.pictures import COLOURS, picture
 
 EACH = 4  # images of each colour: three train, one validates

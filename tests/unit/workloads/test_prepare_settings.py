@@ -20,7 +20,7 @@ from ddptrain.workloads.images import train as images
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.model import build_model
 from ddptrain.workloads.petnames import train as petnames
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 Train = Callable[..., tuple[dict[str, Tensor], list[int]]]
 

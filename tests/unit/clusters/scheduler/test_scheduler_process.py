@@ -23,7 +23,7 @@ import pytest
 from distributed import Client
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER, drop_the_silent
+from ddptrain.clusters.scheduler.scheduler_process import drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
 
 START_S = 60.0
@@ -74,6 +74,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     started: list[Started] = []
 
     def start(*options: str) -> Started:
+        make_tls(tmp_path)
         started.append(Started(tmp_path, *options))
         return started[-1]
 
@@ -83,8 +84,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
         each.process.wait(END_S)
 
 
-def client_of(address: str, **options: Any) -> Client:
-    return Client(address, set_as_default=False, timeout=30, **options)
+def client_of(scheduler: Started, **options: Any) -> Client:
+    address = scheduler.card()["address"]
+    return Client(address, set_as_default=False, timeout=30, security=own_security(scheduler.folder), **options)
 
 
 @contextlib.contextmanager
@@ -93,7 +95,7 @@ def connected_in_time(start: Callable[..., Started], **options: Any) -> Iterator
     for idle_s in (IDLE_S, 2 * IDLE_S, 4 * IDLE_S, 8 * IDLE_S):  # on a busy machine it may take a while to come
         scheduler = start("--idle-timeout", str(idle_s))
         try:
-            client = client_of(scheduler.card()["address"], **options)
+            client = client_of(scheduler, **options)
         except (OSError, AssertionError):
             assert scheduler.process.wait(END_S) == 0, scheduler.log.read_text()
             continue
@@ -108,10 +110,10 @@ def test_scheduler_tells_where_it_listens_in_a_private_file_that_goes_with_it(st
     card = scheduler.card()
     path = scheduler.folder / "scheduler.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert card["address"].startswith("unix:///") and card["pid"] == scheduler.process.pid
+    assert card["address"].startswith("tls://127.0.0.1:") and card["pid"] == scheduler.process.pid
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.process.wait(END_S) == 0
-    assert sorted(os.listdir(scheduler.folder)) == ["log"]
+    assert sorted(os.listdir(scheduler.folder)) == ["cert.pem", "key.pem", "log"]
     assert "WARNING" not in scheduler.log.read_text()
 
 
@@ -126,7 +128,7 @@ def test_folder_that_dask_adds_to_the_import_path_is_in_a_private_one_that_goes_
     start: Callable[..., Started],
 ) -> None:
     scheduler = start()
-    with client_of(scheduler.card()["address"]) as client:
+    with client_of(scheduler) as client:
         folder = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.local_directory)
     private = Path(folder).parents[1]
     assert private != Path(tempfile.gettempdir()) and stat.S_IMODE(private.stat().st_mode) == 0o700
@@ -152,26 +154,20 @@ def test_connected_driver_keeps_the_scheduler_up(start: Callable[..., Started]) 
     assert scheduler.process.wait(END_S) == 0
 
 
-def test_whoever_only_looks_does_not_keep_the_scheduler_up(start: Callable[..., Started]) -> None:
-    with connected_in_time(start, name=LOOKER) as (scheduler, _, _):
-        assert scheduler.process.wait(END_S) == 0
-
-
 def test_client_that_shuts_the_scheduler_down_is_named_as_the_reason(start: Callable[..., Started]) -> None:
     scheduler = start()
-    with client_of(scheduler.card()["address"]) as client:
+    with client_of(scheduler) as client:
         client.shutdown()
     assert scheduler.process.wait(END_S) == 0
     assert "shut it down" in json.loads((scheduler.folder / "ended.json").read_text())["reason"]
 
 
 def test_scheduler_with_a_certificate_takes_only_those_who_have_it(
-    start: Callable[..., Started], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    start: Callable[..., Started], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    make_tls(tmp_path)
-    address = start().card()["address"]
-    assert address.startswith("tls://")
-    with client_of(address, security=own_security(tmp_path)) as client:
+    scheduler = start()
+    address = scheduler.card()["address"]
+    with client_of(scheduler) as client:
         assert client.run_on_scheduler(slots.overview) == {"workers": [], "runs": [], "waiting": []}
     other = tmp_path_factory.mktemp("other")
     make_tls(other)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,18 +17,18 @@ from ddptrain.driver.control import detach
 from ddptrain.driver.control.detach import Begun, EndedEarly, LaunchRequest, read_launch_request, start_detached
 from ddptrain.errors import ClusterError, UsageError
 
-# --- A detached driver tells that its run has begun, or why not; nobody waits for ever, and nothing is left ---
+# --- A detached driver reports that its run has begun, or why not; nobody waits for ever, and nothing is left ---
 
 
 _READY = """
 import sys
 from pathlib import Path
-from ddptrain.driver.control.detach import ReadyPipe
-print("before", flush=True)
+from ddptrain.driver.control.detach import ReportBegun
+assert "--ready" in sys.argv
+print("before")
 folder = Path(sys.argv[-1])
 where = {"run_id": folder.name, "run_dir": str(folder), "folder": str(folder)}
-pipe = ReadyPipe(int(sys.argv[sys.argv.index("--ready-fd") + 1]))
-pipe.on_event({"event": "run_opened", **where, "reason": "it failed", "done": False})
+ReportBegun().on_event({"event": "run_opened", **where, "reason": "it failed", "done": False})
 print("after")
 print("and an error", file=sys.stderr)
 """
@@ -40,8 +38,8 @@ def driver_is(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(detach, "_program", lambda: [sys.executable, "-c", code])
 
 
-def test_what_a_driver_prints_is_in_the_log_from_its_first_line_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_what_a_driver_prints_is_in_its_log_once_the_run_has_begun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver_is(monkeypatch, _READY)
     log = tmp_path / "driver.log"
@@ -49,10 +47,10 @@ def test_what_a_driver_prints_is_in_the_log_from_its_first_line_on(
     begun = start_detached(["train", str(tmp_path)])
     assert isinstance(begun, Begun)
     assert (begun.run_id, begun.run_dir, begun.log) == (tmp_path.name, str(tmp_path), str(log))
-    assert begun.reason == "it failed" and begun.pid != os.getpid()
+    assert (begun.reason, begun.log_from, begun.done) == ("it failed", len("of the time before\n"), False)
     os.waitpid(begun.pid, 0)
-    first, second, *rest = log.read_text().splitlines()
-    assert (first, second, sorted(rest)) == ("of the time before", "before", ["after", "and an error"])
+    assert sorted(log.read_text().splitlines()) == ["after", "and an error", "of the time before"]
+    assert capsys.readouterr().err == "before\n"
 
 
 def test_what_a_driver_prints_follows_no_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,16 +64,12 @@ def test_what_a_driver_prints_follows_no_link(monkeypatch: pytest.MonkeyPatch, t
     assert (tmp_path / "precious").read_text() == "precious\n"
 
 
-def test_driver_with_nothing_to_do_tells_so_and_leaves_the_log_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_driver_with_nothing_to_do_leaves_the_log_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver_is(monkeypatch, _READY.replace("False", "True"))
-    (tmp_path / "driver.log").write_text("of the time before\n")
     begun = start_detached(["train", str(tmp_path)])
     assert isinstance(begun, Begun) and begun.done
-    assert begun.log_from == len("of the time before\n")
     os.waitpid(begun.pid, 0)
-    assert (tmp_path / "driver.log").read_text() == "of the time before\n"
+    assert not (tmp_path / "driver.log").exists()
 
 
 def test_driver_that_ends_early_is_quoted_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,41 +108,14 @@ def test_ctrl_c_before_the_run_has_begun_ends_the_driver(monkeypatch: pytest.Mon
     assert psutil.Process().children() == before
 
 
-# --- the same in this process ---
-
-
-class Process:
-    """A driver that ends only when it is killed, or at once if it is not `stubborn`."""
-
-    def __init__(self, *, stubborn: bool = False, returncode: int | None = None) -> None:
-        self.stubborn, self.returncode = stubborn, returncode
-        self.calls: list[Any] = []
-
-    def terminate(self) -> None:
-        self.calls.append("terminate")
-
-    def kill(self) -> None:
-        self.calls.append("kill")
-
-    def wait(self, deadline_s: float | None = None) -> None:
-        self.calls.append(("wait", deadline_s))
-        if self.stubborn and deadline_s is not None:
-            raise subprocess.TimeoutExpired("driver", deadline_s)
-
-
-def test_waiting_process_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    ready, tell = os.pipe()
-    os.close(ready)
-    where = {"run_id": "r", "run_dir": str(tmp_path), "folder": str(tmp_path)}
-    detach.ReadyPipe(tell).on_event({"event": "run_opened", **where, "reason": "", "done": True})
-
-
 _READS = """
 import os, sys
 line = sys.stdin.readline()
-os.close(int(sys.argv[3]))
-print(repr(line + sys.stdin.read()))
-sys.exit(7)
+devnull = os.open(os.devnull, os.O_WRONLY)
+sys.stdout.write(repr(line) + chr(10))
+sys.stdout.flush()
+os.dup2(devnull, 1), os.dup2(devnull, 2)
+sys.exit(7 if sys.stdin.read() == "" else 8)
 """
 
 
@@ -159,7 +126,6 @@ def test_driver_reads_its_request_and_the_end_of_stdin_if_it_does_not_begin(
     driver_is(monkeypatch, _READS)
     process, ended = detach.start_ordered(["train"], request_line, deadline_s=60.0)
     assert ended == EndedEarly(7, read) and process.returncode == 7
-    assert (process.stdin is None) == (not request_line)
 
 
 # --- The request of a program to its driver, read from stdin ---

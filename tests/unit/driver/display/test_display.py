@@ -374,7 +374,7 @@ def test_only_line_of_one_rank_among_many_is_shown_within_half_a_second(tmp_path
 @pytest.mark.parametrize("mode", ["plain", "json"])
 def test_own_log_goes_to_stderr(tmp_path: Path, mode: str) -> None:
     try:
-        log.to_stderr({"DDPTRAIN_LOG": "info"})
+        log.to_stderr("info")
         shown = Shown(tmp_path, mode)
         log.Log("ddptrain.driver").info("decided", rank=1)
         shown.wait_for("INFO driver rank=1 decided\n")

@@ -167,7 +167,7 @@ logs = Path(sys.argv[1])
 ranks = int(sys.argv[2])
 display = open_display("auto", logs, "run-1", all_ranks="--all-ranks" in sys.argv)
 display.expect(ranks)
-to_stderr({"DDPTRAIN_LOG": "debug"})
+to_stderr("debug")
 display.status("training")
 for rank in range(ranks):
     display.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})

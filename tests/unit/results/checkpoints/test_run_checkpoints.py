@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ from ddptrain.results import staged_files
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, read_manifest
 from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.lookup import find_checkpoint
 from ddptrain.results.run_writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
@@ -83,7 +85,9 @@ def test_a_step_saved_twice_is_replaced_and_judged_anew(writer: RunWriter, stage
     assert sorted(os.listdir(home)) == ["checkpoint.json", "model.safetensors"]
     assert (home / "model.safetensors").read_bytes() == b"other"
     assert pointer(writer, "best") == "step-1\n"
-    assert names(writer) == {"step-1", "step-2", "latest", "best"}
+    assert names(writer) == {"step-1", "step-2.2", "latest", "best"}
+    assert writer.record.checkpoints == ("step-2.2", "step-1") and pointer(writer, "latest") == "step-2.2\n"
+    assert find_checkpoint(writer.layout, "step-2") == home
 
 
 def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, stage: Stage) -> None:
@@ -92,15 +96,19 @@ def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, st
     writer.adopt_checkpoint(0, event, folder, policy)
     event, folder = stage(1, {"acc": 0.75})  # as a last checkpoint is saved: the same step, without the metric
     writer.adopt_checkpoint(0, event, folder, policy)
-    assert read_manifest(writer.layout.checkpoints_dir / "step-1").metrics == {"val/loss": 1.0, "acc": 0.75}
+    assert read_manifest(writer.layout.checkpoints_dir / "step-1.2").metrics == {"val/loss": 1.0, "acc": 0.75}
     writer.close()
     with RunWriter.reopen(writer.layout.root, "name: petnames\n") as resumed:
         resumed.go_on_from(newest_verified(resumed.layout, pytest.fail), policy)
         save(resumed, stage, 2, 2.0, policy)
-        assert pointer(resumed, "best") == "step-1\n"
-        assert names(resumed) == {"step-1", "step-2", "latest", "best"}
+        assert pointer(resumed, "best") == "step-1.2\n"
+        assert names(resumed) == {"step-1.2", "step-2", "latest", "best"}
         save(resumed, stage, 1, math.nan, policy)  # judged anew, and found to be no good
         assert pointer(resumed, "best") == "step-2\n"
+
+
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")
 
 
 def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
@@ -130,7 +138,7 @@ def test_a_damaged_checkpoint_changes_nothing(
     before = writer.layout.run_json.read_bytes()
     event, folder = stage(2)
     if across:
-        monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
+        monkeypatch.setattr(os, "link", no_links)
     with pytest.raises(CheckpointDamaged, match=why):
         writer.adopt_checkpoint(0, changed(event, **fields), folder, POLICY)
     assert names(writer) == {"step-1", "latest", "best"}

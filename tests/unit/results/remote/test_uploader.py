@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -13,7 +12,7 @@ import pytest
 from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
-from ddptrain.results.checkpoints.verification import verify
+from ddptrain.results.checkpoints.verification import newest_verified, verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import find_checkpoint
@@ -141,13 +140,11 @@ def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_pa
     kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
     kept.save(1, content=b"new")
     wait_until(lambda: kept.losses)
-    download(kept.store, tmp_path / "other", pytest.fail)
-    assert (tmp_path / "other/checkpoints/step-1/model.safetensors").read_bytes() == b"old"
+    assert (download(kept.store, tmp_path / "other") / "model.safetensors").read_bytes() == b"old"
     kept.fs.fails = lambda path: None
     assert kept.uploads.flush(60) == ""
-    download(kept.store, tmp_path / "another", pytest.fail)
-    assert (tmp_path / "another/checkpoints/step-1/model.safetensors").read_bytes() == b"new"
-    assert "checkpoints/step-1/model.safetensors" not in kept.there()
+    assert (download(kept.store, tmp_path / "another") / "model.safetensors").read_bytes() == b"new"
+    assert {path.split("/")[1] for path in kept.there() if path.endswith("tensors")} == {"step-1.2"}
 
 
 def test_checkpoint_that_is_dropped_while_it_is_uploaded_comes_whole(kept: Kept) -> None:
@@ -246,16 +243,15 @@ def test_half_a_line_of_a_record_is_not_sent(kept: Kept) -> None:
     assert kept.uploads.flush(60) == "" and kept.store.read("numbers.jsonl") == b'{"a": 1}\n'
 
 
-@pytest.mark.parametrize("renamed", [True, False])
-def test_object_that_a_manifest_names_is_never_overwritten(kept: Kept, renamed: bool) -> None:
-    kept.save(1, content=b"old")
+def test_step_of_an_earlier_version_that_was_saved_again_is_read(kept: Kept, tmp_path: Path) -> None:
+    kept.save(1)
     upload(kept)
-    kept.fs.writes.clear()
-    kept.save(1, content=b"new" if renamed else b"old")
-    assert kept.uploads.flush(60) == ""
-    assert ("checkpoints/step-1/model.safetensors" in kept.order()) is False
-    special = f"checkpoints/step-1/model.safetensors.{hashlib.sha256(b'new').hexdigest()[:8]}"
-    assert (special in kept.there()) is renamed
+    path = "checkpoints/step-1/checkpoint.json"
+    manifest = json.loads(kept.store.read(path) or b"") | {"stored_as": {"state.pt": "state.pt.0123abcd"}}
+    kept.store.write(path, json.dumps(manifest).encode())
+    kept.store.write("checkpoints/step-1/state.pt.0123abcd", b"")
+    kept.store.remove("checkpoints/step-1/state.pt")
+    assert download(kept.store, tmp_path / "other").name == "step-1"
 
 
 def test_files_without_a_manifest_are_deleted_and_other_folders_stay(kept: Kept) -> None:
@@ -269,8 +265,12 @@ def test_files_without_a_manifest_are_deleted_and_other_folders_stay(kept: Kept)
 # --- what is brought to another machine ---
 
 
-def download(store: ObjectStore, folder: Path, warn: Callable[[str], None]) -> None:
-    download_newest(store, store.files(), folder, warn)
+def download(store: ObjectStore, folder: Path, warn: Callable[[str], None] = pytest.fail) -> Path:
+    """The newest checkpoint that matches its manifest, in a new working folder."""
+    download_newest(store, store.files(), folder)
+    newest = newest_verified(RunLayout(folder), warn)
+    assert newest is not None
+    return newest.folder
 
 
 def upload(kept: Kept) -> None:
@@ -278,14 +278,8 @@ def upload(kept: Kept) -> None:
     assert kept.uploads.flush(60) == ""
 
 
-def overwrite(store: ObjectStore, path: str, data: bytes) -> None:
-    store.write(path, data)
-
-
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "manifest"])
-def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
-    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_damaged_newest_checkpoint_gives_way_to_the_one_before(kept: Kept, tmp_path: Path, damage: str) -> None:
     kept.save(1, 1.0)  # stays, being the best
     kept.save(2, 2.0)
     upload(kept)
@@ -293,14 +287,12 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
     if damage == "missing":
         kept.store.remove(path)
     elif damage == "manifest":
-        overwrite(kept.store, "checkpoints/step-2/checkpoint.json", b"{")
+        kept.store.write("checkpoints/step-2/checkpoint.json", b"{")
     else:
-        overwrite(kept.store, path, b"w" * 999 if damage == "truncated" else b"x" * 1000)
+        kept.store.write(path, b"w" * 999 if damage == "truncated" else b"x" * 1000)
     warnings: list[str] = []
-    download(kept.store, tmp_path / "other", warnings.append)
-    assert verify(tmp_path / "other/checkpoints/step-1").step == 1
-    assert not (tmp_path / "other/checkpoints/step-2").exists()
-    assert damage == "manifest" or "checkpoint step-2 of" in warnings[0]
+    assert download(kept.store, tmp_path / "other", warnings.append).name == "step-1"
+    assert damage == "manifest" or "checkpoint step-2 is skipped" in warnings[0]
 
 
 def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_kept(
@@ -313,7 +305,7 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     upload(kept)
     kept.uploads.close(60)
     other = tmp_path / "other" / "a-run"
-    download(kept.store, other, pytest.fail)
+    assert download(kept.store, other).name == "step-2"
     assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
     kept.store.fetch("run.json", other / "run.json")
     with RunWriter.reopen(other, "x") as again:
@@ -334,7 +326,7 @@ def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Pat
     upload(kept)
     kept.fs.errors = [OSError("away")] * 3
     with pytest.raises(StoreError, match="away"):
-        download(kept.store, tmp_path / "other", pytest.fail)
+        download(kept.store, tmp_path / "other")
 
 
 def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
@@ -352,7 +344,7 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
         assert find_checkpoint(RunLayout(copy), which).name == step
     with pytest.raises(RunNotFound, match=r"has no checkpoint step-3 in memory://.*; it has step-1, step-2"):
         download_model(kept.store, copy, kept.store.files(), "step-3")
-    overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
+    kept.store.write("checkpoints/step-1/model.safetensors", b"worn")
     download_model(kept.store, copy, kept.store.files())  # it is here, whole
     with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
         download_model(kept.store, tmp_path / "another", kept.store.files())
@@ -367,7 +359,7 @@ def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -
     download_checkpoints(kept.store, tmp_path / "all")
     assert sorted(path.name for path in (tmp_path / "all/checkpoints").iterdir()) == ["step-1", "step-2"]
     assert verify(tmp_path / "all/checkpoints/step-1").metrics == {"val/loss": 1.0}
-    overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"x" * 1000)
+    kept.store.write("checkpoints/step-1/model.safetensors", b"x" * 1000)
     download_checkpoints(kept.store, tmp_path / "whole")
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
 
@@ -388,8 +380,8 @@ def test_pointer_without_its_checkpoint_gives_way_to_the_next(
     kept.save(1, 1.0)
     kept.save(2, 2.0)
     upload(kept)
-    overwrite(kept.store, "checkpoints/best", best.encode())
-    overwrite(kept.store, "checkpoints/latest", latest.encode())
+    kept.store.write("checkpoints/best", best.encode())
+    kept.store.write("checkpoints/latest", latest.encode())
     copy = tmp_path / "copy"
     download_model(kept.store, copy, kept.store.files(), which)
     assert [path.parent.name for path in copy.rglob("*.safetensors")] == [f"step-{step}"]

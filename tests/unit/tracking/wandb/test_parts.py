@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ddptrain.tracking import items
 from ddptrain.tracking.wandb.credentials import Access, access_to
 from ddptrain.tracking.wandb.tracker import RowFilter, WandbRow
-from ddptrain.tracking.wandb.wandb_artifacts import artifact_name, histograms, to_table
+from ddptrain.tracking.wandb.wandb_artifacts import artifact_name, to_table
 from ddptrain.tracking.wandb.wandb_folders import (
     OPEN,
     SENT,
@@ -74,7 +72,7 @@ def test_credentials_go_only_to_a_server_that_the_user_has_chosen(
     assert access_to(named, {"HOME": str(tmp_path), **environ}) == expected
 
 
-# --- Names and histograms, as W&B takes them ---
+# --- Names and tables, as W&B takes them ---
 
 
 @pytest.mark.parametrize(
@@ -89,25 +87,6 @@ def test_table_has_its_first_rows_and_plain_numbers() -> None:
     table = to_table(items.Table(0, "t", ("x", "y"), rows), 2)
     assert (table.columns, table.data) == (["x", "y"], [[0.5, "a"], [2, None]])
     assert type(table.data[0][0]) is float
-
-
-def test_histograms_count_finite_values_of_what_is_watched() -> None:
-    model = torch.nn.Linear(4, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[0.0, 1.0, 1.0, math.inf]]))
-    found = histograms(model, "parameters")
-    assert list(found) == ["parameters/weight"]
-    histogram = found["parameters/weight"]
-    assert (sum(histogram.histogram), histogram.histogram[0], histogram.histogram[-1]) == (3, 1, 2)
-    assert histograms(model, "gradients") == {}, "there are none before the first backward pass"
-    model(torch.ones(1, 4)).nan_to_num(posinf=0.0).sum().backward()
-    assert sorted(histograms(model, "all")) == ["gradients/weight", "parameters/weight"]
-
-
-def test_large_tensor_is_sampled() -> None:
-    model = torch.nn.Linear(1000, 400, bias=False)
-    counted = sum(histograms(model, "parameters")["parameters/weight"].histogram)
-    assert counted == math.ceil(400_000 / (400_000 // 65_536))
 
 
 def test_name_of_a_table_is_safe(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import PIL.Image
 import pytest
-import torch
 
 from ddptrain.config.sections.tracking import WandbSettings
 from ddptrain.tracking import items
@@ -186,21 +185,6 @@ def test_variables_of_wandb_win(tmp_path: Path) -> None:
     settings = settings_of(plan(tmp_path, 1, environ, mode="process", project="other"), "online", environ)
     assert (settings["run_id"], settings["run_name"]) == ("mine-1", "named-rank_1")
     assert not {"project", "x_disable_stats"} & settings.keys()  # wandb takes them from the environment
-
-
-def test_model_that_is_watched_comes_as_histograms_of_rows_that_are_no_older_than_it(tmp_path: Path) -> None:
-    model = torch.nn.Linear(300, 400)
-    tracker = WandbTracker(options(watch="all", log_every=1))
-    tracker.start(Heard().facts(tmp_path))
-    tracker.log(items.Model(time.time_ns(), model))
-    tracker.log(items.Numbers(time.time_ns() - 60 * 10**9, {"loss": 2.0}, 1))  # it had to wait for the start
-    model(torch.ones(2, 300)).sum().backward()
-    for step in range(2, 14):
-        tracker.log(numbers(step, loss=1.0))
-    tracker.finish("finished")
-    watched = {row["step"]: sorted({key.partition("/")[0] for key in row if "weight" in key}) for row in rows(tmp_path)}
-    assert [step for step, found in watched.items() if found] == [2, 12]
-    assert watched[2] == ["gradients", "parameters"]
 
 
 def test_odd_names_and_values_are_taken_and_ten_thousand_names(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddptrain.protocol import events
 from ddptrain.protocol.tensor_slices import SlicesError
 from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.shards import place_of
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded
 from ddptrain.rank.checkpoint.weights import read_weights
-from tests.unit.rank.checkpoint.fake_ranks import CPU, Net, fake_rank, sharded, trained
-from tests.unit.rank.stores import Gang
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import CPU, Gang, MakeRank, Net, Rank, fake_rank, make_rank, sharded, trained
+
+__all__ = ["make_rank"]
 
 # --- Checkpoints of sharded models: equal weights and optimizer state with any number of ranks ---
 
@@ -39,12 +37,11 @@ def save(folder: Path, ranks: int, **settings: Any) -> None:
             torch.manual_seed(3)
             net = sharded(Net(), **settings)
             copied = HostBuffers().take(net, trained(net), {"step": 1} if rank == 0 else {})
-            assert copied.shards is not None
-            written = files.write_shards(folder / str(rank), copied.shards, rank)
+            written = files.write(folder / str(rank), copied, rank)
             for file in written:
                 (folder / str(rank) / file.name).rename(folder / file.name)
             if rank == 0:
-                files.write_state(folder, copied)
+                files.write_state(folder, copied.state)
 
 
 def same_part(value: Any, whole: Tensor) -> bool:
@@ -108,23 +105,14 @@ def test_model_that_is_not_sharded_loads_the_slices_of_all_ranks(tmp_path: Path)
 
 
 def test_sharded_model_loads_the_checkpoint_of_one_that_is_not(tmp_path: Path) -> None:
-    files.write(tmp_path / "whole", HostBuffers().take(*reference(), {"step": 1}))
+    copied = HostBuffers().take(*reference(), {"step": 1})
+    files.write(tmp_path / "whole", copied)
+    files.write_state(tmp_path / "whole", copied.state)
     with fake_rank(1, 2):
         net = sharded(Net())
         optimizer = torch.optim.Adam(net.parameters())
         files.read(tmp_path / "whole", net, optimizer, CPU)
         assert_equal(net, optimizer)
-
-
-def test_snapshot_is_a_copy() -> None:
-    with fake_rank(0, 2):
-        net = sharded(Net())
-        copied = HostBuffers().take(net, None, {})
-        assert copied.shards is not None
-        before = copied.shards.model["head.weight"].clone()
-        with torch.no_grad():
-            net.head.weight.zero_()
-        assert torch.equal(copied.shards.model["head.weight"], before)
 
 
 def test_model_is_saved_and_loaded_as_sharded_after_an_evaluation(tmp_path: Path) -> None:
@@ -136,9 +124,9 @@ def test_model_is_saved_and_loaded_as_sharded_after_an_evaluation(tmp_path: Path
         with torch.no_grad():
             net(torch.ones(1, 5))
         copied = HostBuffers().take(net, optimizer, {"step": 1})
-        assert copied.shards is not None and len(copied.shards.model) == len(net.state_dict()) - 1
-        files.write_shards(tmp_path / "saved", copied.shards, 0)
-        files.write_state(tmp_path / "saved", copied)
+        assert len(copied.weights) == len(net.state_dict()) - 1
+        files.write(tmp_path / "saved", copied, 0)
+        files.write_state(tmp_path / "saved", copied.state)
         with torch.no_grad():
             net(torch.ones(1, 5))
             for parameter in net.parameters():
@@ -152,7 +140,9 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
     with fake_rank(0, 2):
         net = Net(6)
         net.extra = nn.Linear(1, 1)
-        with pytest.raises(RuntimeError, match=r"missing: extra\.bias.*has the shape \[7, 5\] in the checkpoint"):
+        with pytest.raises(
+            RuntimeError, match=r'(?s)Missing key.*"extra.bias".*shape torch.Size\(\[7, 5\]\) from checkpoint'
+        ):
             files.read(tmp_path, sharded(net), None, CPU)
 
 
@@ -170,10 +160,10 @@ def test_other_parameter_groups_are_refused(tmp_path: Path) -> None:
     with fake_rank(0, 2):
         net = sharded(Net())
         few = torch.optim.Adam(net.head.parameters())
-        with pytest.raises(RuntimeError, match="has other parameters"):
+        with pytest.raises(RuntimeError, match="other parameters or groups"):
             files.read(tmp_path, net, few, CPU)
         groups = [{"params": [each]} for each in net.parameters()]
-        with pytest.raises(RuntimeError, match="has 1 parameter groups, this one 11"):
+        with pytest.raises(RuntimeError, match="other parameters or groups"):
             files.read(tmp_path, net, torch.optim.Adam(groups), CPU)
 
 
@@ -190,34 +180,18 @@ def test_optimizer_state_of_another_shape_than_its_weight_is_refused() -> None:
         net = sharded(Net())
         optimizer = torch.optim.SGD(net.parameters())
         optimizer.state[net.head.weight]["rows"] = torch.ones(5)
-        with pytest.raises(TypeError, match=r"the optimizer's rows of 'head\.weight' can't be saved"):
+        with pytest.raises(TypeError, match=r"the optimizer's 'head\.weight/rows' can't be saved"):
             HostBuffers().take(net, optimizer, {})
-
-
-def test_no_file_is_written_for_a_rank_without_slices(tmp_path: Path) -> None:
-    with fake_rank(0, 2):
-        shards = HostBuffers().take(sharded(Net()), None, {}).shards
-    assert shards is not None
-    empty = dataclasses.replace(shards, model={}, model_places={})
-    assert files.write_shards(tmp_path / "1", empty, 1) == ()
-    assert [file.name for file in files.write_shards(tmp_path / "0", empty, 0)] == ["model.rank-0.safetensors"]
 
 
 # --- Ranks write the slices of a sharded model: the driver gets the event once all have done so, or not at all ---
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[list[Rank]]:
+def ranks(make_rank: MakeRank) -> Iterator[list[Rank]]:
     """Two ranks with a store; their process groups exchange nothing."""
-    gang = Gang()
-    made = []
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        spec = gang.spec(number, 2, timeout_s=20.0)
-        made.append(Rank(tmp_path / str(number), rank=number, placement=spec.placement, group=spec.group))
-    yield made
-    for rank in made:
-        rank.file.close()
+    worker_group = Gang()
+    yield [make_rank(worker_group.spec(number, 2)) for number in range(2)]  # noqa: PT022  # the store must stay
 
 
 def checkpoint(rank: Rank) -> None:
@@ -233,7 +207,6 @@ def test_rank_0_announces_the_checkpoint_when_the_files_of_all_ranks_exist(ranks
     checkpoint(ranks[1])
     assert ranks[1].events() == []
     (saved,) = ranks[0].events()
-    assert isinstance(saved, events.CheckpointSaved)
     assert {file.name for file in saved.files} > {"model.rank-0.safetensors", "state.pt"}
     (part,) = saved.parts
     assert (part.rank, part.staging) == (1, "checkpoint-0")
@@ -253,7 +226,6 @@ def test_nothing_is_saved_without_the_slices_of_a_rank(ranks: list[Rank]) -> Non
     checkpoint(ranks[0])
     ranks[1].context.close()
     (note,) = ranks[0].events()
-    assert isinstance(note, events.Note)
     assert note.message == (
         "rank 1 did not call ctx.checkpoint for step 1: no checkpoint of the sharded model is saved; "
         "all ranks must call it"

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.rank.prepare import prepare_model
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddptrain.rank.loader import RankLoader, make_loader
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 CPU = torch.device("cpu")
 

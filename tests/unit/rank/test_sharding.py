@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddptrain.rank.prepare import checkpoint_activations, layers_of, prepare_model, repeated_blocks
-from tests.unit.rank.checkpoint.fake_ranks import CPU, Net, fake_rank
+from tests.unit.rank.ranks import CPU, Net, fake_rank
 
 
 def sharded_layers(net: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ddptrain.protocol import events
 from ddptrain.rank import gradients
 from ddptrain.rank.gradients import GradientSteps
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 
 ROWS = torch.linspace(-1, 1, 40).reshape(20, 2)
 MakeRank = Callable[..., Rank]

@@ -185,7 +185,7 @@ def test_exception_without_a_message_names_its_line(error: BaseException) -> Non
     with pytest.raises(type(error)):
         raise error  # the line
     line = error.__traceback__.tb_lineno if error.__traceback__ else 0
-    assert failures.failure(error, "train").message == f"raise error  # the line (test_exceptions.py:{line})"
+    assert failures.failure(error, "train").message == f"raise error  # the line (test_failure.py:{line})"
 
 
 def test_import_error_that_names_the_interpreter_gets_no_note() -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from ddptrain.protocol import events
 from ddptrain.rank.media import png
 from ddptrain.tracking import items
-from tests.unit.rank.test_context import Rank
+from tests.unit.rank.ranks import Rank
 from tests.unit.tracking.trackers import House, Recorder
 
 # --- Pictures and tables of a rank: files in the run directory, and the same to trackers where there are any ---
