@@ -18,7 +18,7 @@ from ddptrain.workloads.images.data.synthetic import open_images
 from ddptrain.workloads.images.loader.cache import Cache
 
 REQUESTS = 32
-_PER_PROCESS = {"_store", "_pool", "_pid", "_lock"}  # attributes that are not pickled
+_PER_PROCESS = {"_store", "_pool", "_pid", "_lock", "_has_read"}  # attributes that are not pickled
 SURVIVE_A_FORK = {"file", "builtin"}  # protocols without connections
 _TIMEOUT_S = 20.0  # of a request
 _SAME_WRONG_SIZE = 3  # equal wrong sizes that show that the image was replaced since the listing
@@ -81,6 +81,7 @@ class Reader:
     _pool: ThreadPoolExecutor | None
     _pid: int  # of the process that opened the store; 0 for none
     _lock: threading.Lock
+    _has_read: bool  # whether the store has returned an image in this process
 
     def __init__(
         self,
@@ -135,6 +136,7 @@ class Reader:
         while True:
             try:
                 data = self._open().get(ref.key)
+                self._has_read = True
                 if ref.size_bytes < 0 or len(data) == ref.size_bytes:
                     return data
                 wrong_sizes[len(data)] += 1
@@ -143,6 +145,10 @@ class Reader:
                     return ReadFailure(ref.key, problem)
             except NotFound:
                 return ReadFailure(ref.key, "it is no longer there")
+            except StoreMissing as error:
+                if not self._has_read:  # a folder that this host never had will not appear
+                    raise StoreUnreachable(str(error)) from None
+                problem = str(error)
             except TRANSIENT as error:
                 problem = str(error)
             except DdptrainError as error:  # such as forbidden: a retry can't help
@@ -177,7 +183,7 @@ class Reader:
     def _reset(self) -> None:
         """Reset the attributes that belong to one process."""
         self._store, self._pool, self._pid = None, None, 0
-        self._lock = threading.Lock()
+        self._lock, self._has_read = threading.Lock(), False
 
 
 def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple[int, bytes | ReadFailure]]:
