@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 from ddptrain.clusters import record as records
 from ddptrain.clusters.processes import Relation
@@ -132,9 +133,9 @@ async def _probe(cluster: ClusterRecord, timeout_s: float) -> View:
 
     try:
         return View(cluster, State.UP, "", True, **await call(of_cluster(cluster), timeout_s, slots.overview))
+    except ConnectionRefusedError as error:
+        return View(cluster, State.ENDED, str(error))
     except Exception as error:
-        if _is_refused(error):
-            return View(cluster, State.ENDED, f"no scheduler listens at {address} any more")
         reason = str(error) or f"no answer within {timeout_s:g} s"
         return View(cluster, State.ENDED, f"{address} can't be asked: {reason}", certain=False)
 
@@ -159,7 +160,7 @@ async def call_workers(
 
 
 async def _sent(target: Target, timeout_s: float, message: Mapping[str, Any]) -> Any:
-    """Return the answer of a scheduler. Raises OSError with its causes, TimeoutError."""
+    """Return the answer of a scheduler. Raises ConnectionRefusedError if there is none, OSError, TimeoutError."""
     from distributed import Security
     from distributed.comm.core import connect
     from distributed.core import send_recv
@@ -170,8 +171,10 @@ async def _sent(target: Target, timeout_s: float, message: Mapping[str, Any]) ->
         try:
             comm = await asyncio.wait_for(connect(target.address, timeout=try_s, **options), try_s + _REFUSED_S)
             break
-        except OSError as error:
-            if try_s == timeout_s or _is_refused(error):
+        except OSError:
+            if await _is_refused(target.address):
+                raise ConnectionRefusedError(f"no scheduler listens at {target.address} any more") from None
+            if try_s == timeout_s:
                 raise
     try:
         return await asyncio.wait_for(send_recv(comm, **message), max(0.1, deadline - time.monotonic()))
@@ -193,9 +196,14 @@ def _result(answer: Mapping[str, Any]) -> Any:
     return clean_exception(**answer)[1]
 
 
-def _is_refused(error: BaseException) -> bool:
+async def _is_refused(address: str) -> bool:
     """Return whether it is certain that nothing listens there."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ConnectionRefusedError | FileNotFoundError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None
+    place = urlsplit(address)
+    try:
+        connecting = asyncio.open_connection(place.hostname, place.port)
+        (await asyncio.wait_for(connecting, 1.0))[1].close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False

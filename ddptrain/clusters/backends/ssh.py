@@ -50,7 +50,12 @@ class SshBackend(Backend):
         assert config.ssh is not None
         used = [pair for pair in zip(hosts, _distribution(config, len(hosts)), strict=True) if pair[1] != 0]
         cluster.workers = len(used)
-        tell(f"starting on {counted(len(used), 'host')}")
+        tell(f"asking {counted(len(used), 'host')}")
+        # First of all: a host that can't be used must not become a part that can't be ended.
+        with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+            asked = [pool.submit(host.call, "control", folder=cluster.name, verb="running") for host, _ in used]
+        if faults := [str(error) for each in asked if isinstance(error := each.exception(), ClusterError)]:
+            raise ClusterError("\n".join(faults))
         first = used[0][0]
         planned = _planned(cluster, "scheduler", first)
         yield planned

@@ -2,8 +2,7 @@
 
     python -m ddptrain.clusters.scheduler.scheduler_process --folder DIR --host 10.0.0.5 --idle-timeout 3600
 
-It listens with TLS if DIR contains cert.pem and key.pem. Otherwise it listens on a unix socket that only this user can
-open, or, if --host is given, without any protection on that address. Once it listens it writes DIR/scheduler.json,
+It listens with TLS, with the cert.pem and key.pem in DIR. Once it listens it writes DIR/scheduler.json,
 which it deletes at its end. If it ended by itself, DIR/ended.json says why. SIGTERM ends it and its workers.
 """
 
