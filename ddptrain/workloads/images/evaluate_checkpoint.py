@@ -55,8 +55,7 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
         bad,
         report=lambda: ctx.progress(next(numbers), unit="batches"),
     )
-    bad.check(ctx.device)
-    if n_bad := len(bad.reasons):
+    if n_bad := bad.check(ctx.device):
         checkpoint.notes.append(f"{n_bad:,} of {len(manifest.val):,} images could not be read")
     return metrics
 

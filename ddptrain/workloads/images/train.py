@@ -99,15 +99,15 @@ def train(ctx: RankContext, **params: Any) -> None:
             logits = forward(ddp, pixels(batch.images)).float()
             loss = cross_entropy(logits, targets)
             ctx.backward(loss)
-            if ctx.step(optimizer):
-                step += 1
             hits = (logits.detach().argmax(1) == targets).sum()
             sums += torch.stack([loss.detach() * len(targets), hits, hits.new_tensor(len(targets))])
-            steps.add(step, batches.position, optimizer.param_groups[0]["lr"], loss.detach(), hits / len(targets))
-            set_learning_rate(optimizer, settings, batches.position, steps_per_epoch)
-            if ctx.rank == 0 and (step - 1) % steps_per_epoch == 0:
-                caption = example_words(logits, batch.labels, config)
-                ctx.log_image("examples", example_strip(batch.images), step=step, caption=caption)
+            if ctx.step(optimizer):
+                step += 1
+                steps.add(step, batches.position, optimizer.param_groups[0]["lr"], loss.detach(), hits / len(targets))
+                set_learning_rate(optimizer, settings, batches.position, steps_per_epoch)
+                if ctx.rank == 0 and (step - 1) % steps_per_epoch == 0:
+                    caption = example_words(logits, batch.labels, config)
+                    ctx.log_image("examples", example_strip(batch.images), step=step, caption=caption)
             table.add(batch.images, batch.labels, logits)
             report()
             if batches.remaining:  # the checkpoint of a whole epoch has the validation

@@ -211,13 +211,15 @@ class BadImages:
                 _say(f"bad image {bad_line(self._manifest, index, reason)}")
         self._check(list(self.reasons))
 
-    def check(self, device: torch.device) -> None:
-        """Check the images of all ranks. All ranks must call it. Raises TooManyBadImages on each."""
+    def check(self, device: torch.device) -> int:
+        """Return the number of unreadable images of all ranks, which must call it. Raises TooManyBadImages on each."""
         is_bad = torch.zeros(len(self._manifest.keys), dtype=torch.uint8)
         is_bad[list(self.reasons)] = 1
         is_bad = is_bad.to(device)
         dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-        self._check(is_bad.nonzero().flatten().tolist())
+        found = is_bad.nonzero().flatten().tolist()
+        self._check(found)
+        return len(found)
 
     def _check(self, found: Sequence[int]) -> None:
         n_images = len(self._manifest.train) + len(self._manifest.val)

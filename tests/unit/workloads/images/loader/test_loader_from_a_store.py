@@ -88,7 +88,7 @@ def served(all_served: Served) -> Served:
 
 def pixels(batches: Iterable[Batch]) -> dict[int, bytes]:
     """Image -> pixels; no image is bad."""
-    found = {}
+    found: dict[int, bytes] = {}
     for batch in batches:
         assert batch.bad == {}
         found |= {int(i): image.numpy().tobytes() for i, image in zip(batch.index, batch.images, strict=True)}

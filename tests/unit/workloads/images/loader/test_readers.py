@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ddptrain.storage.store import Location, NotFound, StoreForbidden, Transient
+from ddptrain.storage.store import Location, NotFound, StoreForbidden, StoreUnreachable, Transient
 from ddptrain.workloads.images import predict
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
 from ddptrain.workloads.images.loader.cache import Cache
