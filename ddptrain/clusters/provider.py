@@ -70,7 +70,3 @@ class Backend(Protocol):
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End everything that `start` has started, even partly, and wait for its end. Raises ClusterError."""
-
-    def reopen(self, cluster: ClusterRecord) -> None:
-        """Restore the connection of this host to the scheduler, where it needs a process here. Raises ClusterError."""
-        return

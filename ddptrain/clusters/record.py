@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddptrain import __version__
-from ddptrain.clusters.hosts import UNKNOWN_HOST, Relation, is_loopback, relation, where_to_run
-from ddptrain.clusters.processes import DaemonId
+from ddptrain.clusters.processes import Relation, is_loopback, relation, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.types import NAME_PATTERN
@@ -38,8 +37,8 @@ class ClusterNotFound(UsageError):
 class Part(BaseModel):
     """Something that a backend has started: a process, a job, the objects of a Kubernetes cluster.
 
-    `host` is the name of its host in the cluster. `id` is what finds it there: a job, a label, a folder. `log` is the
-    name of its log, `process` the process if it is one that ddptrain has started.
+    `host` is the name of its host in the cluster. `id` is what finds it there: a job, a label, the folder of a process.
+    `log` is the name of its log, `pid` the id of the process on its host, if it is one and has started.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -48,17 +47,12 @@ class Part(BaseModel):
     host: str = ""
     id: str = ""
     log: str = ""
-    process: DaemonId | None = None
+    pid: int | None = None
 
     @property
     def name(self) -> str:
         """The name for messages and logs: scheduler, worker node-1."""
         return f"{self.role} {self.host}" if self.host and self.role != "scheduler" else self.role
-
-    @property
-    def description(self) -> str:
-        """The name, with the process id if it is known."""
-        return f"the {self.name}{f' (pid {self.process.pid})' if self.process else ''}"
 
 
 class ClusterRecord(BaseModel):
@@ -77,7 +71,7 @@ class ClusterRecord(BaseModel):
     address: str = ""
     workers: int = 0
     version: str = __version__
-    host: HostId = UNKNOWN_HOST
+    host: HostId = HostId()
     shared: str = ""
     parts: list[Part] = Field(default_factory=list)
     problem: str = Field(default="", exclude=True)
@@ -98,16 +92,8 @@ class ClusterRecord(BaseModel):
         return self.folder if (self.folder / CERT_FILE).exists() else None
 
     @property
-    def ended(self) -> Mapping[str, Any]:
-        """Why the scheduler has ended by itself: {"reason", "at"}; empty otherwise."""
-        return self._written("ended.json")
-
-    @property
     def relation(self) -> Relation:
-        """Whether this host can use the cluster: SAME if its scheduler listens on a network.
-
-        The processes of a cluster that listens on a network are checked one by one: see `processes.alive`.
-        """
+        """Whether this host can use the cluster: SAME if its scheduler listens on a network."""
         address = urlsplit(self.address)
         only_there = self.backend == "local" or is_loopback(address.hostname or "")
         return relation(self.host, this_host()) if only_there else Relation.SAME
@@ -136,15 +122,15 @@ class ClusterRecord(BaseModel):
             self.parts.append(part)
         self.save()
 
-    def save(self) -> None:
-        """Write the record; a reader sees the old content or the new one."""
+    def save(self, folder: Path | None = None) -> None:
+        """Write the record, by default into the cluster's folder; a reader sees the old content or the new one."""
         # Defaults are left out, so that another version can read what it has in common with this one.
         content = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        write_private_json(self.folder / _RECORD, {**content, "version": self.version}, indent=1)
+        write_private_json((folder or self.folder) / _RECORD, {**content, "version": self.version}, indent=1)
 
     def read_address(self) -> Self:
         """Take the address from the file of a scheduler that listens meanwhile; return the record."""
-        if not self.address and (written := self._written("scheduler.json")):
+        if not self.address and (written := self.written("scheduler.json")):
             self.address = str(written.get("address", ""))
         return self
 
@@ -152,7 +138,8 @@ class ClusterRecord(BaseModel):
         """Delete the folder of the cluster, with its keys."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _written(self, name: str) -> dict[str, Any]:
+    def written(self, name: str) -> dict[str, Any]:
+        """Return what the scheduler has written into scheduler.json, or into ended.json at its end; {} if nothing."""
         try:
             data = json.loads((Path(self.shared or self.folder) / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -181,10 +168,13 @@ def create(record: ClusterRecord) -> ClusterRecord:
     record.host = this_host()
     if _load(record.name) is not None:
         raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name} ends it")
-    shutil.rmtree(record.folder, ignore_errors=True)  # left by a command that was killed before it wrote the record
+    new = clusters_dir() / f".{record.name}.new"  # so that there is no folder without a record
     try:
-        record.folder.mkdir(mode=0o700)
-        record.save()
+        for left in (new, record.folder):
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir(mode=0o700)
+        record.save(new)
+        new.rename(record.folder)
     except OSError as error:
         raise ClusterError(f"the cluster's folder {error.filename} can't be written: {error.strerror}") from error
     return record
@@ -234,15 +224,6 @@ def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
         if not (clusters_dir() / name).exists():
             lock.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def remove_remains(name: str) -> None:
-    """Delete the folder that an `up` has left which was killed before it wrote its record."""
-    if not re.fullmatch(NAME_PATTERN, name) or not (folder := clusters_dir() / name).is_dir() or is_locked(name):
-        return
-    with locked(name):
-        if _load(name) is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_locked(name: str) -> bool:

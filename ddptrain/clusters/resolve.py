@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain import __version__
 from ddptrain.clusters import record as records
-from ddptrain.clusters.hosts import Relation
+from ddptrain.clusters.processes import Relation
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import own_security
 from ddptrain.config import plugin_names
@@ -37,15 +37,7 @@ class Target:
 
 def by_name(name: str) -> Target:
     """Return the user's cluster of that name. Raises ClusterNotFound, ClusterError."""
-    cluster = records.find(name)
-    reopen(cluster)
-    return of_cluster(cluster)
-
-
-def reopen(cluster: ClusterRecord) -> None:
-    """Restore the connection to a scheduler, as after a restart. Raises ClusterError, also on another host."""
-    cluster.check_here()
-    plugin_names.provider_class(cluster.backend)().reopen(cluster)
+    return of_cluster(records.find(name))
 
 
 def of_cluster(cluster: ClusterRecord) -> Target:

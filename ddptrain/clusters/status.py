@@ -1,10 +1,10 @@
-"""The state of clusters: whether the scheduler answers, the hosts, and the runs."""
+"""The state of clusters: whether the scheduler answers, the workers, and the runs."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,14 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddptrain.clusters import record as records
-from ddptrain.clusters.hosts import Relation
+from ddptrain.clusters.processes import Relation
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.resolve import Target, of_cluster
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 
 LOOK_TIMEOUT_S = 2.0
-_LEAVE_S = 0.3
-_PATIENCE_S = 0.3  # seconds; most schedulers answer within it, and the port is probed only after it
+_REFUSED_S = 0.3  # a scheduler that has ended refuses connections for that long
 
 
 class State(StrEnum):
@@ -32,76 +30,34 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A worker: its slots, how many have a GPU, how many are in use; `warm` is None for foreign workers."""
-
-    host: str
-    name: str
-    address: str
-    slots: int
-    held: int
-    gpus: int
-    warm: bool | None
-
-    @property
-    def free(self) -> int:
-        """Slots that no run holds."""
-        return max(0, self.slots - self.held)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterRun:
-    """A run with the slots that it holds, or waits for (`asked`, None: all) since `waited_s` seconds."""
-
-    run_id: str
-    slots: int = 0
-    hosts: tuple[str, ...] = ()
-    asked: int | None = None
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class View:
-    """The state of a cluster at one moment. `reason`: why it is not up; `certain` is False if it may just be slow."""
+    """The state of a cluster at one moment. `reason`: why it is not up; `certain` is False if it may just be slow.
+
+    `workers`, `runs` and `waiting` are those of `slots.overview`.
+    """
 
     cluster: ClusterRecord
     state: State
     reason: str = ""
     certain: bool = True
-    workers: tuple[WorkerView, ...] = ()
-    runs: tuple[ClusterRun, ...] = ()
-    waiting: tuple[ClusterRun, ...] = ()
+    workers: Sequence[Mapping[str, Any]] = ()
+    runs: Sequence[Mapping[str, Any]] = ()
+    waiting: Sequence[Mapping[str, Any]] = ()
+
+    def total(self, what: str) -> int:
+        """Return the sum of all workers: their slots, free (slots that no run holds), or gpus."""
+        return sum(int(worker[what]) for worker in self.workers)
 
     @property
-    def name(self) -> str:
-        """The cluster's name."""
-        return self.cluster.name
-
-    @property
-    def slots(self) -> int:
-        """Slots of all workers."""
-        return sum(worker.slots for worker in self.workers)
-
-    @property
-    def free(self) -> int:
-        """Slots that no run holds."""
-        return sum(worker.free for worker in self.workers)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all workers."""
-        return sum(worker.gpus for worker in self.workers)
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
+    def hosts(self) -> list[str]:
         """The hosts of the workers, each once."""
-        return tuple(dict.fromkeys(worker.host for worker in self.workers))
+        return [*dict.fromkeys(str(worker["host"]) for worker in self.workers)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the view as plain data, for --json."""
         record = self.cluster
         return {
-            "name": self.name,
+            "name": record.name,
             "backend": record.backend,
             "state": str(self.state),
             "reason": self.reason,
@@ -110,26 +66,22 @@ class View:
             "started_at": record.started_at,
             "host": record.host.name,
             "idle_timeout_s": record.config.idle_timeout_s,
-            "slots": self.slots,
-            "free": self.free,
-            "gpus": self.gpus,
-            "hosts": list(self.hosts),
-            "workers": [{**dataclasses.asdict(worker), "free": worker.free} for worker in self.workers],
-            "runs": [{"run_id": run.run_id, "slots": run.slots, "hosts": list(run.hosts)} for run in self.runs],
-            "waiting": [
-                {"run_id": run.run_id, "place": place, "asked": run.asked, "waited_s": run.waited_s}
-                for place, run in enumerate(self.waiting, 1)
-            ],
-            "parts": [
-                {**part.model_dump(include={"role", "host", "id", "log"}), "pid": part.process and part.process.pid}
-                for part in record.parts
-            ],
+            **{name: self.total(name) for name in ("slots", "free", "gpus")},
+            "hosts": self.hosts,
+            "workers": self.workers,
+            "runs": self.runs,
+            "waiting": self.waiting,
+            "parts": [part.model_dump() for part in record.parts],
         }
 
 
 def every() -> list[View]:
     """Return all clusters of this user, checked in parallel within LOOK_TIMEOUT_S."""
-    return [_if_starting(view) for view in _probe(records.every(), LOOK_TIMEOUT_S)]
+
+    async def probed() -> list[View]:
+        return list(await asyncio.gather(*(_probe(cluster, LOOK_TIMEOUT_S) for cluster in records.every())))
+
+    return [_if_starting(view) for view in asyncio.run(probed())]
 
 
 def at(cluster: ClusterRecord) -> View:
@@ -139,121 +91,119 @@ def at(cluster: ClusterRecord) -> View:
 
 def probe(cluster: ClusterRecord, timeout_s: float) -> View:
     """Return one cluster as its scheduler reports it, for the command that holds its lock."""
-    return _probe([cluster], timeout_s)[0]
+    return asyncio.run(_probe(cluster, timeout_s))
 
 
-def refuse_runs(cluster: ClusterRecord, timeout_s: float) -> View:
-    """Return a cluster whose scheduler refuses runs from now on, unless the view has runs. Raises any exception."""
+def overview(cluster: ClusterRecord, timeout_s: float, *, counts: bool = False, close: bool = False) -> View:
+    """Return a cluster that is up. Raises OSError, TimeoutError, and the exceptions of its scheduler.
+
+    counts: the call counts as use of the cluster. close: from now on it refuses runs, unless it has some.
+    """
     from ddptrain.clusters.scheduler import slots
 
-    return seen(cluster, asyncio.run(ask_scheduler(of_cluster(cluster), slots.close, timeout_s)))
+    function, given = (slots.close, {}) if close else (slots.overview, {"counts": counts})
+    called = call(of_cluster(cluster), timeout_s, function, **given)
+    return View(cluster, State.UP, "", True, **asyncio.run(called))
 
 
 def _if_starting(view: View) -> View:
     all_there = view.state == State.UP and len(view.workers) >= max(1, view.cluster.workers)
     if (
         view.state == State.ELSEWHERE
-        or (all_there and all(worker.warm is not False for worker in view.workers))
-        or not records.is_locked(view.name)
+        or (all_there and all(worker["warm"] is not False for worker in view.workers))
+        or not records.is_locked(view.cluster.name)
     ):
         return view
     return dataclasses.replace(view, state=State.STARTING, reason="a command is starting or ending it now")
 
 
-def seen(cluster: ClusterRecord, overview: Mapping[str, Any]) -> View:
-    """Return the view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
-    fields = [field.name for field in dataclasses.fields(WorkerView)]
-    workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in overview["workers"]]
-    runs = [ClusterRun(run["run_id"], run["slots"], tuple(run["hosts"])) for run in overview["runs"]]
-    waiting = [ClusterRun(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in overview["waiting"]]
-    return View(cluster, State.UP, "", True, tuple(workers), tuple(runs), tuple(waiting))
-
-
-def _probe(clusters: Sequence[ClusterRecord], timeout_s: float) -> list[View]:
-    if any(cluster.address for cluster in clusters):
-        import distributed
-
-        # Dask logs every retry of a connection; the view contains the result.
-        logging.getLogger(distributed.__name__).setLevel(logging.CRITICAL)
-
-    async def probed() -> list[View]:
-        return list(await asyncio.gather(*(_probe_one(cluster, timeout_s) for cluster in clusters)))
-
-    return asyncio.run(probed())
-
-
-async def _probe_one(cluster: ClusterRecord, timeout_s: float) -> View:
+async def _probe(cluster: ClusterRecord, timeout_s: float) -> View:
+    address = cluster.address
     if cluster.problem:
         return View(cluster, State.ENDED, cluster.problem, certain=False)
     if where := cluster.elsewhere:
         return View(cluster, State.ELSEWHERE, f"it runs on {where}", certain=False)
-    ended = cluster.ended
-    if ended:
+    if ended := cluster.written("ended.json"):
         return View(cluster, State.ENDED, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
-    address = cluster.address
     if not address:
         return View(cluster, State.ENDED, "its start was interrupted")
     if cluster.relation == Relation.RESTARTED:
         return View(cluster, State.ENDED, f"{cluster.host.name} was restarted after the cluster was started")
-    asked = asyncio.ensure_future(_ask(cluster, timeout_s))
-    refused = asyncio.ensure_future(_is_refused(address))
-    done, _ = await asyncio.wait((asked, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in (asked, refused):
-        task.cancel()
-    await asyncio.wait((asked, refused), timeout=_LEAVE_S)
-    is_certain = refused in done  # even if Dask has given up meanwhile: its error is not certain
-    if asked in done and not (is_certain and asked.exception()):
-        try:
-            return seen(cluster, asked.result())
-        except Exception as error:
-            return View(cluster, State.ENDED, f"{address} can't be asked: {error}", certain=False)
-    if is_certain:
-        return View(cluster, State.ENDED, f"no scheduler listens at {address} any more")
-    return View(cluster, State.ENDED, f"{address} does not answer within {timeout_s:g} s", certain=False)
-
-
-async def ask_scheduler(target: Target, function: Callable[..., Any], timeout_s: float) -> Any:
-    """Call a function in the scheduler and return its answer; this does not count as use. Raises OSError."""
-    from distributed import Client
-
-    client = Client(
-        target.address,
-        security=target.security,
-        timeout=timeout_s,
-        name=LOOKER,
-        set_as_default=False,
-        asynchronous=True,
-    )
-    try:
-        await client
-        return await client.run_on_scheduler(function)
-    finally:
-        await client.close()  # also an unconnected client: it would connect later by itself
-
-
-async def _ask(cluster: ClusterRecord, timeout_s: float) -> Mapping[str, Any]:
     from ddptrain.clusters.scheduler import slots
 
-    answer: Mapping[str, Any] = await ask_scheduler(of_cluster(cluster), slots.overview, timeout_s)
-    return answer
-
-
-async def _is_refused(address: str) -> None:
-    """Return once it is certain that nothing listens there; never return if something does.
-
-    Dask itself tries to connect until its timeout. These attempts start late, because each leaves a line in the
-    log of a scheduler with TLS.
-    """
-    place = urlsplit(address)
-    await asyncio.sleep(_PATIENCE_S)
     try:
-        if place.scheme == "unix":
-            _, writer = await asyncio.open_unix_connection(place.path)
-        else:
-            _, writer = await asyncio.open_connection(place.hostname, place.port)
-        writer.close()
-    except (ConnectionRefusedError, FileNotFoundError):
-        return
+        return View(cluster, State.UP, "", True, **await call(of_cluster(cluster), timeout_s, slots.overview))
+    except ConnectionRefusedError as error:
+        return View(cluster, State.ENDED, str(error))
+    except Exception as error:
+        reason = str(error) or f"no answer within {timeout_s:g} s"
+        return View(cluster, State.ENDED, f"{address} can't be asked: {reason}", certain=False)
+
+
+async def call(target: Target, timeout_s: float, function: Callable[..., Any], /, **given: Any) -> Any:
+    """Return the result of a function that takes `dask_scheduler`. Raises OSError, TimeoutError, and its exceptions.
+
+    It needs no client, which would count as use of the cluster.
+    """
+    result = _result(await _sent(target, timeout_s, {"op": "run_function", **_pickled(function, given)}))
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+async def call_workers(
+    target: Target, timeout_s: float, function: Callable[..., Any], /, **given: Any
+) -> dict[str, Any]:
+    """Return the result of a function that takes `dask_worker`, or its exception, by worker. Raises as `call`."""
+    message = {"op": "broadcast", "msg": {"op": "run", **_pickled(function, given)}, "on_error": "ignore"}
+    return {worker: _result(answer) for worker, answer in (await _sent(target, timeout_s, message)).items()}
+
+
+async def _sent(target: Target, timeout_s: float, message: Mapping[str, Any]) -> Any:
+    """Return the answer of a scheduler. Raises ConnectionRefusedError if there is none, OSError, TimeoutError."""
+    from distributed import Security
+    from distributed.comm.core import connect
+    from distributed.core import send_recv
+
+    options = (target.security or Security()).get_connection_args("client")
+    deadline = time.monotonic() + timeout_s
+    for try_s in (min(_REFUSED_S, timeout_s), timeout_s):
+        try:
+            comm = await asyncio.wait_for(connect(target.address, timeout=try_s, **options), try_s + _REFUSED_S)
+            break
+        except OSError:
+            if await _is_refused(target.address):
+                raise ConnectionRefusedError(f"no scheduler listens at {target.address} any more") from None
+            if try_s == timeout_s:
+                raise
+    try:
+        return await asyncio.wait_for(send_recv(comm, **message), max(0.1, deadline - time.monotonic()))
+    finally:
+        comm.abort()
+
+
+def _pickled(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    from distributed.protocol.pickle import dumps
+
+    return {"function": dumps(function), "args": dumps(()), "kwargs": dumps(dict(given)), "wait": True}
+
+
+def _result(answer: Mapping[str, Any]) -> Any:
+    if answer["status"] == "OK":
+        return answer["result"]
+    from distributed.core import clean_exception
+
+    return clean_exception(**answer)[1]
+
+
+async def _is_refused(address: str) -> bool:
+    """Return whether it is certain that nothing listens there."""
+    place = urlsplit(address)
+    try:
+        connecting = asyncio.open_connection(place.hostname, place.port)
+        (await asyncio.wait_for(connecting, 1.0))[1].close()
+    except ConnectionRefusedError:
+        return True
     except OSError:
         pass
-    await asyncio.Event().wait()
+    return False

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.function_signature import default_params
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
@@ -52,32 +50,50 @@ def choose(
         UsageError: the run succeeded, has another workload or other params, or belongs to another user.
         RunLocked: `auto` found a run that is running, or may be running on another host.
     """
-    if which != AUTO:
-        return _continue_named(load_run(find_run(runs_dir, which)), resolved, allow_changes=allow_changes)
-    if run_id is None:
-        return _continue_newest(runs_dir, resolved, allow_changes=allow_changes)
-    layout = RunLayout(runs_dir / run_id)
-    if not layout.run_json.is_file():
-        return Choice(None, "starting a new run: no earlier run has this id")
-    view = load_run(layout.root)
-    _require_owned(view)
-    _require_ended(view)
-    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(layout, resolved))):
+    if which == AUTO and run_id is None:
+        return _newest(runs_dir, resolved, allow_changes=allow_changes)
+    if which == AUTO:
+        layout = RunLayout(runs_dir / str(run_id))
+        if not layout.run_json.is_file():
+            return Choice(None, "starting a new run: no earlier run has this id")
+        view = load_run(layout.root)
+    else:
+        view = load_run(find_run(runs_dir, which))
+    if not is_own_folder(view.layout.root):
+        raise UsageError(
+            f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
+            "another user; resume a run of your own, or start a new one"
+        )
+    if which == AUTO:
+        _require_ended(view)
+    changes = list(_changes(view.layout, resolved))
+    if view.status == RunStatus.SUCCEEDED and which == AUTO and not (allow_changes and changes):
         return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
-    return _continue_named(view, resolved, allow_changes=allow_changes)
-
-
-def _continue_named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
-    """Continue the run that the user named."""
-    _require_owned(view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
         raise UsageError(
             f"run {view.run_id} has succeeded: there is nothing to resume (--allow-changes trains it further)"
         )
-    changes = list(_changes(view.layout, resolved))
     if changes and not allow_changes:
         lines = "".join(f"\n  {change}" for change in changes)
         raise UsageError(f"run {view.run_id} was made with other settings; --allow-changes continues anyway:{lines}")
+    return _continue(view, changes)
+
+
+def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+    """Choose the newest run of this name, if it can be continued."""
+    name = resolved.config.name
+    named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
+    ours = [view for view in named if is_own_folder(view.layout.root)]
+    if not ours:
+        return Choice(None, f"starting a new run: there is no run named {name} to resume in {where_of(runs_dir)}")
+    for view in [ours[0], *(each for each in ours[1:] if each.is_running)]:
+        _require_ended(view)
+    view, changes = ours[0], list(_changes(ours[0].layout, resolved))
+    if changes and not allow_changes and view.status != RunStatus.SUCCEEDED:
+        had = ", ".join(changes)
+        return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
+    if view.status == RunStatus.SUCCEEDED and not (changes and allow_changes):
+        return Choice(None, f"starting a new run: the last run of this name, {view.run_id}, has succeeded")
     return _continue(view, changes)
 
 
@@ -87,41 +103,11 @@ def _continue(view: RunView, changes: Sequence[str]) -> Choice:
     return Choice(view.layout.root, reason, view.record.driver)
 
 
-def _continue_newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
-    """Continue the newest run of this name, if it can be continued."""
-    name = resolved.config.name
-    named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
-    ours = [view for view in named if is_own_folder(view.layout.root)]
-    for view in [*ours[:1], *(each for each in ours[1:] if each.is_running)]:
-        _require_ended(view)
-    if not ours:
-        return Choice(None, f"starting a new run: there is no run named {name} to resume in {where_of(runs_dir)}")
-    view, changes = ours[0], list(_changes(ours[0].layout, resolved))
-    if changes and allow_changes:
-        return _continue(view, changes)
-    if view.status == RunStatus.SUCCEEDED:
-        return Choice(None, f"starting a new run: the last run of this name, {view.run_id}, has succeeded")
-    if changes:
-        had = ", ".join(changes)
-        return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
-    return _continue(view, ())
-
-
-def _require_owned(view: RunView) -> None:
-    """Raise UsageError for a run of another user, because ddptrain does not write to directories of other users."""
-    if not is_own_folder(view.layout.root):
-        raise UsageError(
-            f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
-            "another user; resume a run of your own, or start a new one"
-        )
-
-
 def _require_ended(view: RunView) -> None:
     """Raise RunLocked for a run that is running, because it must not run twice."""
-    driver = view.record.driver
     if view.is_running:
         # run.json may still name the previous driver, because a driver takes the lock first.
-        who = ownership.holder(view.layout.lock_file) or driver.description
+        who = ownership.holder(view.layout.lock_file) or view.record.driver.description
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
             f"ddptrain stop {run_argument(view.layout)}"
@@ -147,25 +133,11 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
         return
     flat_before = dict(_flat({key: before.get(key) for key in _COMPARED} if isinstance(before, dict) else {}))
     flat_now = dict(_flat({key: resolved.recorded[key] for key in _COMPARED}))
-    defaults = _defaults(resolved)
     for key in [*flat_now, *(key for key in flat_before if key not in flat_now)]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new and not (key == f"params.{PARAM}" and same_model(old, new)):
-            yield f"{key} {_value_text(key, flat_before, defaults)} (now {_value_text(key, flat_now, defaults)})"
-
-
-def _defaults(resolved: ResolvedConfig) -> dict[str, Any]:
-    """Return the defaults of the workload's params, as far as they are known: "params.epochs" -> 20."""
-    workload = resolved.config.workload
-    if not isinstance(workload, str):
-        return {}
-    return dict(_flat({"params": default_params(workload, [*resolved.import_folders, *sys.path])}))
-
-
-def _value_text(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    if key in given:
-        return shorten(str(given[key]), 40)
-    return f"{shorten(str(defaults[key]), 40)}, its default" if key in defaults else "not given"
+            texts = (shorten(str(flat[key]), 40) if key in flat else "not given" for flat in (flat_before, flat_now))
+            yield "{} {} (now {})".format(key, *texts)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -74,7 +74,7 @@ class Clusters:
         return loaded
 
     def process(self, part: str, name: str = "dev") -> psutil.Process:
-        return psutil.Process(next(p["process"]["pid"] for p in self.record(name)["parts"] if p["role"] == part))
+        return psutil.Process(next(p["pid"] for p in self.record(name)["parts"] if p["role"] == part))
 
     def start_run(self, cluster: str = "dev", ranks: int = 2, *args: str) -> Running:
         """A run that holds its slots until `go` is there."""

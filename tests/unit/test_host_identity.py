@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ddptrain import host_identity
-from ddptrain.clusters.hosts import Relation, is_loopback, relation, where_to_run
+from ddptrain.clusters.processes import Relation, is_loopback, relation, where_to_run
 from ddptrain.host_identity import HostId, file_view, this_host
 
 HERE = HostId(name="login1", machine="m1", boot="b1", pids="pid:[1]")

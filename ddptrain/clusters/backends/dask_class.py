@@ -1,40 +1,67 @@
 """Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, SaturnCluster, ...
 
-A class is used for one run: a child of the driver (dask_class_process.py) creates the object, and closes it when the
-driver closes its stdin, or is killed. In a process of its own, what the class prints does not mix with the output of a
-run, and Ctrl-C does not reach its workers. `cluster up` only starts classes whose cluster lives in a cloud.
+A child process creates and closes the object: what the class prints does not mix with the output of a run, Ctrl-C does
+not reach its workers, and the cluster of a run that is killed is closed all the same.
+
+    python -P -m ddptrain.clusters.backends.dask_class hold|create|close DIR
+
+DIR/order.json has the configuration. `hold` creates the cluster for a run, and closes it at the end of stdin, but only
+after its constructor has returned: otherwise what it has created so far would stay. `cluster up` uses `create`, which
+leaves the cluster in its cloud, and `close`. DIR then has its certificate and scheduler.json, or error.json.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+import traceback
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddptrain.clusters import processes
-from ddptrain.clusters.backends.dask_class_process import DaskClusterOrder
-from ddptrain.clusters.processes import PYTHON, DaemonOrder
+from ddptrain.clusters import processes, security
+from ddptrain.clusters.processes import PYTHON
 from ddptrain.clusters.provider import Backend, Cluster, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.resolve import Target
-from ddptrain.clusters.security import CERT_FILE, own_security
 from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
-_MODULE = "ddptrain.clusters.backends.dask_class_process"
 _LOG = "class"
 _POLL_S = 0.05
 _TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
 _STOP_S = 60.0  # cloud machines take longer to end than a process
 _LOG_LINES = 8
+_REACHABLE = ("tcp", "tls", "ws", "wss", "ucx")
+_MOST_OF_AN_ERROR = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Cloud:
+    """A class whose clusters live on without their object.
+
+    handle: the attribute that names a cluster, and the argument that attaches to it. create: arguments for one that
+    stays. close: those of its method close.
+    """
+
+    handle: str
+    create: Mapping[str, Any] = field(default_factory=dict)
+    close: Mapping[str, Any] = field(default_factory=dict)
+
+
+_CLOUDS = {
+    "dask_saturn.SaturnCluster": _Cloud("cluster_url"),
+    "coiled.Cluster": _Cloud("name", {"shutdown_on_close": False}, {"force_shutdown": True}),
+}
 
 
 class DaskClassCluster(Cluster):
@@ -55,14 +82,10 @@ class DaskClassCluster(Cluster):
     def begin(self) -> None:
         """Start the process that creates the object."""
         self._folder = tempfile.TemporaryDirectory(prefix="ddptrain-class-", ignore_cleanup_errors=True)
-        _order(self.config).write(self.folder)
+        command = [sys.executable, *_ordered(self.folder, "hold", self.config)]
         with (self.folder / f"{_LOG}.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, "hold", str(self.folder)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
@@ -73,22 +96,21 @@ class DaskClassCluster(Cluster):
 
     def connect(self) -> Target:
         """Wait for the cluster; return its address. Raises ClusterError, UsageError."""
+        assert self._process is not None
         self._tell(f"starting {self.description}")
         began = time.monotonic()
-        while (card := _json(self.folder / "scheduler.json")) is None:
-            if (fault := self._ended()) is not None:
-                raise fault
+        while (card := _card(self.folder, is_over=self._process.poll() is not None)) is None:
             if time.monotonic() - began > self.config.start_timeout_s:
                 limit = f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s)"
                 raise ClusterError(f"{self.name} is not up after {limit}{_log_end(self.folder)}")
             time.sleep(_POLL_S)
-        tls = own_security(self.folder) if (self.folder / CERT_FILE).exists() else None
+        tls = security.own_security(self.folder) if (self.folder / security.CERT_FILE).exists() else None
         return Target(str(card["address"]), tls)
 
     def worker_fault(self) -> str | None:
         """Return why the process has ended; None while it runs."""
-        fault = self._ended()
-        return None if fault is None else str(fault)
+        assert self._process is not None
+        return None if self._process.poll() is None else str(_failure(self.folder))
 
     def last_words(self) -> str:
         """Return the end of what the class has written."""
@@ -107,30 +129,9 @@ class DaskClassCluster(Cluster):
             pid = self._process.pid
             self._tell(f"{self.name} is not closed after {_STOP_S:g} s: process {pid} will close it and end")
             return
-        if was_running and self._process.returncode and (fault := self._ended()):
-            self._tell(f"{fault}; what it has started may still be there")
+        if was_running and self._process.returncode:
+            self._tell(f"{_failure(self.folder)}; what it has started may still be there")
         self._folder.cleanup()
-
-    def _ended(self) -> DdptrainError | None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            return None
-        return _failure(self.folder, self._process.pid)
-
-
-# The classes whose clusters live on without their object: arguments to create one that stays, the attribute that names
-# it (and the argument that attaches to it), and the arguments of close().
-@dataclass(frozen=True, slots=True)
-class _Cloud:
-    handle: str
-    create: Mapping[str, Any] = field(default_factory=dict)
-    close: Mapping[str, Any] = field(default_factory=dict)
-
-
-_CLOUDS = {
-    "dask_saturn.SaturnCluster": _Cloud("cluster_url"),
-    "coiled.Cluster": _Cloud("name", {"shutdown_on_close": False}, {"force_shutdown": True}),
-}
 
 
 class DaskClassBackend(Backend):
@@ -138,7 +139,7 @@ class DaskClassBackend(Backend):
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Create the cluster, and wait for its workers. Raises ClusterError, UsageError."""
-        config, name = cluster.config, cluster.config.class_name
+        config, name, folder = cluster.config, cluster.config.class_name, cluster.folder
         if name not in _CLOUDS:
             raise UsageError(
                 f"a cluster of {name} ends with the process that has created it: give its class to a run, without "
@@ -146,14 +147,11 @@ class DaskClassBackend(Backend):
             )
         if config.idle_timeout_s:
             raise UsageError(f"cluster.idle_timeout_s is not kept by {name}: use its own setting, in cluster.kwargs")
-        part = Part(role="cloud", id=name, log=str(cluster.folder / f"{_LOG}.log"))
+        part = Part(role="cloud", id=name, log=str(folder / f"{_LOG}.log"))
         yield part
-        part = _begun(cluster, part, "create")
+        part = part.model_copy(update={"pid": _begun(cluster, "create")})
         shown_at = time.monotonic()
-        while (card := _json(cluster.folder / "scheduler.json")) is None:
-            assert part.process is not None
-            if not processes.alive(part.process):
-                raise _failure(cluster.folder, part.process.pid)
+        while (card := _card(folder, is_over=not processes.running(str(folder)))) is None:
             if time.monotonic() - shown_at > _TELL_EVERY_S:
                 tell(f"{name} is starting")
                 shown_at = time.monotonic()
@@ -172,61 +170,61 @@ class DaskClassBackend(Backend):
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """Close the cluster, also one that is still starting. Raises ClusterError if it can't be closed."""
+        error_file = cluster.folder / "error.json"
         for part in cluster.of_role("cloud"):
-            _await_end(part, tell)
-            if (error := _json(cluster.folder / "error.json")) is not None and error["is_usage"]:
+            _await_end(cluster, part.id, tell)
+            if (error := _json(error_file)) is not None and error["is_usage"]:
                 continue  # nothing was started
-            (cluster.folder / "error.json").unlink(missing_ok=True)
-            closing = _begun(cluster, part, "close")
-            _await_end(closing, tell)
-            if _json(cluster.folder / "error.json") is not None and closing.process is not None:
-                fault = _failure(cluster.folder, closing.process.pid)
+            error_file.unlink(missing_ok=True)
+            _begun(cluster, "close")
+            _await_end(cluster, part.id, tell)
+            if error_file.exists():
                 cluster.parts = []  # a second `cluster down` has nothing left to end
                 cluster.save()
                 raise ClusterError(
-                    f"{fault}; what it has started may still be there: see the pages of the cloud; "
+                    f"{_failure(cluster.folder)}; what it has started may still be there: see the pages of the cloud; "
                     f"ddptrain cluster down {cluster.name} deletes its record"
                 )
 
 
-def _order(config: ClusterConfig, cloud: _Cloud | None = None, name: str = "") -> DaskClusterOrder:
-    ranks = config.ranks if isinstance(config.ranks, int) else None
-    kwargs = dict(config.kwargs)
-    if cloud is not None:
-        kwargs |= cloud.create
-        if cloud.handle == "name":
-            kwargs.setdefault("name", f"ddptrain-{name}")
-    handle, closing = (cloud.handle, cloud.close) if cloud else ("", {})
-    return DaskClusterOrder(
-        config.class_name, kwargs, ranks, config.start_timeout_s, [os.getcwd()], handle, dict(closing)
-    )
+def _ordered(folder: Path, verb: str, config: ClusterConfig, name: str = "") -> list[str]:
+    """Write the order for the process into its folder; return the arguments of Python that start it."""
+    order = {"config": config.model_dump(mode="json", by_alias=True), "name": name, "path": os.getcwd()}
+    security.write_private_json(folder / "order.json", order)
+    return ["-P", "-m", "ddptrain.clusters.backends.dask_class", verb, str(folder)]
 
 
-def _begun(cluster: ClusterRecord, part: Part, verb: str) -> Part:
-    _order(cluster.config, _CLOUDS[part.id], cluster.name).write(cluster.folder)
-    command = [PYTHON, "-P", "-m", _MODULE, verb, str(cluster.folder)]
-    started = processes.start(DaemonOrder(_LOG, str(cluster.folder), command))
-    return part.model_copy(update={"process": started})
+def _begun(cluster: ClusterRecord, verb: str) -> int:
+    command = [PYTHON, *_ordered(cluster.folder, verb, cluster.config, cluster.name)]
+    return processes.start(str(cluster.folder), _LOG, command)
 
 
-def _await_end(part: Part, tell: Tell) -> None:
+def _await_end(cluster: ClusterRecord, name: str, tell: Tell) -> None:
     """Wait for the process: what its constructor has ordered would stay if it were killed."""
     began = shown_at = time.monotonic()
-    while part.process is not None and processes.alive(part.process):
+    while running := processes.running(str(cluster.folder)):
         now = time.monotonic()
         if now - began > _STOP_S:
-            raise ClusterError(f"{part.id} is still starting or closing after {_STOP_S:g} s ({part.description})")
+            raise ClusterError(f"{name} is still starting or closing after {_STOP_S:g} s (pid {min(running)})")
         if now - shown_at > _TELL_EVERY_S:
-            tell(f"waiting for {part.id}")
+            tell(f"waiting for {name}")
             shown_at = now
         time.sleep(_POLL_S)
 
 
-def _failure(folder: Path, pid: int) -> DdptrainError:
+def _card(folder: Path, *, is_over: bool) -> dict[str, Any] | None:
+    """Return scheduler.json, None while the cluster is created. Raises ClusterError, UsageError if it `is_over`."""
+    card = _json(folder / "scheduler.json")
+    if card is None and is_over:
+        raise _failure(folder)
+    return card
+
+
+def _failure(folder: Path) -> DdptrainError:
     """Return why the process has ended, with the end of its log if one line is not enough."""
     error = _json(folder / "error.json")
     if error is None:
-        return ClusterError(f"the process that holds the cluster (pid {pid}) has ended{_log_end(folder)}")
+        return ClusterError(f"the process that holds the cluster has ended{_log_end(folder)}")
     if error["is_usage"]:
         return UsageError(str(error["message"]))
     return ClusterError(f"{error['message']}{_log_end(folder)}")
@@ -243,3 +241,163 @@ def _json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return found
+
+
+# --- The child process ---
+
+
+def main(argv: list[str]) -> int:
+    """Obey the order in the folder."""
+    verb, folder = argv[0], Path(argv[1])
+    order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
+    sys.path.append(order["path"])
+    try:
+        _obey(verb, folder, ClusterConfig.model_validate(order["config"]), order["name"])
+    except DdptrainError as error:
+        words = {"message": str(error), "is_usage": isinstance(error, UsageError)}
+        security.write_private_json(folder / "error.json", words)
+        return 1
+    return 0
+
+
+def _obey(verb: str, folder: Path, config: ClusterConfig, name: str) -> None:
+    cloud = _Cloud("") if verb == "hold" else _CLOUDS[config.class_name]
+    kwargs = {**config.kwargs, **cloud.create}
+    if cloud.handle == "name":
+        kwargs.setdefault("name", f"ddptrain-{name}")
+    if verb == "close":  # by its handle, or, if its start was interrupted, by the same arguments
+        handle = (_json(folder / "scheduler.json") or {}).get("handle")
+        cluster = _created(config.class_name, folder, {cloud.handle: handle} if handle else kwargs)
+        return _close(cluster, config.class_name, cloud)
+    deadline = time.monotonic() + config.start_timeout_s
+    cluster = _created(config.class_name, folder, kwargs)
+    try:
+        card = _reached(cluster, config, folder, deadline)
+        card["handle"] = str(getattr(cluster, cloud.handle)) if cloud.handle else ""
+        security.write_private_json(folder / "scheduler.json", card)
+        if verb == "hold":
+            sys.stdin.read()
+    except DdptrainError as error:
+        try:
+            _close(cluster, config.class_name, cloud)
+        except DdptrainError as stuck:
+            raise ClusterError(f"{error}; {stuck}; what it has started may still be there") from error
+        raise
+    if verb == "create":
+        sys.stdout.flush()
+        os._exit(0)  # the object's own clean-up at the end of the process would close the cluster
+    return _close(cluster, config.class_name, cloud)
+
+
+def _created(name: str, folder: Path, kwargs: Mapping[str, Any]) -> Any:
+    """Create the object. Raises ClusterError, UsageError."""
+    import dask
+    from distributed import LocalCluster
+
+    if kwargs.get("asynchronous"):
+        raise UsageError("cluster.kwargs.asynchronous can't be true: leave it out")
+    made = _imported(name)
+    if isinstance(made, type) and issubclass(made, LocalCluster):
+        # Without a certificate every user of this machine could use the cluster.
+        parameters = inspect.signature(made).parameters.values()
+        takes_it = any(each.name == "security" or each.kind is each.VAR_KEYWORD for each in parameters)
+        if takes_it and not {"security", "protocol"} & kwargs.keys() and kwargs.get("processes") is not False:
+            kwargs = {**kwargs, "security": True}
+        if dask.config.get("temporary-directory", None) is None:
+            # Dask imports modules from below it; by default others may write there.
+            dask.config.set({"temporary-directory": str(folder)})
+    with _one_line_errors(name, "(...)", kwargs):
+        cluster = made(**kwargs)
+    if not hasattr(cluster, "scheduler_address"):
+        raise UsageError(f"cluster.class {name} does not create a Dask cluster: the object has no scheduler_address")
+    return cluster
+
+
+def _reached(cluster: Any, config: ClusterConfig, folder: Path, deadline: float) -> dict[str, Any]:
+    """Wait for the workers; return the content of scheduler.json. Raises ClusterError."""
+    from distributed import Client, Security
+
+    name, address = config.class_name, str(cluster.scheduler_address)
+    if address.partition("://")[0] not in _REACHABLE:
+        where = f"the scheduler of {name} is at {address}, where no other process can reach it"
+        raise ClusterError(f"{where}; let it listen on tcp://")
+    ranks = config.ranks if isinstance(config.ranks, int) else None
+    plan = getattr(cluster, "plan", None)  # the workers of a SpecCluster
+    wanted = int(config.kwargs.get("n_workers") or len(plan or ()) or 1)
+    if "n_workers" not in config.kwargs and (ranks or (plan is not None and not plan)):
+        wanted = ranks or 1
+        with _one_line_errors(name, f".scale({wanted})"):
+            cluster.scale(wanted)
+    given = getattr(cluster, "security", None)
+    if given is not None:
+        security.keep(given, folder)
+    tls = given if isinstance(given, Security) and given.get_tls_config_for_role("client")["cert"] else None
+    with _one_line_errors(name, "'s scheduler"):
+        client = Client(address, security=tls, timeout=max(1.0, deadline - time.monotonic()), set_as_default=False)
+    with client:
+        try:
+            client.wait_for_workers(wanted, timeout=max(1.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            joined = f"{len(client.nthreads())} of {counted(wanted, 'worker')} joined"
+            raise ClusterError(f"{joined} within {config.start_timeout_s:g} s (cluster.start_timeout_s)") from error
+    return {"address": address, "workers": wanted}
+
+
+def _close(cluster: Any, name: str, cloud: _Cloud) -> None:
+    with _one_line_errors(name, ".close()"):
+        cluster.close(**cloud.close)
+
+
+@contextlib.contextmanager
+def _one_line_errors(name: str, call: str, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Convert an exception of the cluster class to a ClusterError with one line; the traceback goes to the log.
+
+    It is a wrong configuration if the class, or the scheduler or a worker that it creates, refuses one of `kwargs`.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        words = _one_line(error)
+        for each in kwargs or ():
+            if (refusal := f"unexpected keyword argument '{each}'") in words:
+                raise UsageError(f"cluster.kwargs: {name} got an {refusal}") from error
+        raise ClusterError(f"{name}{call} failed: {words}") from error
+
+
+def _imported(name: str) -> Any:
+    """Import the class. Raises UsageError, with the package to install."""
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name:
+        raise UsageError(f"cluster.class {name} contains no module: write it as package.Cluster")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = str(error.name or module_name).partition(".")[0]
+        install = f"pip install {missing.replace('_', '-')}, if that is its package"
+        raise UsageError(
+            f"cluster.class {name} can't be imported: there is no module {error.name} ({install})"
+        ) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(f"cluster.class {name} can't be imported: {_one_line(error)}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        hint = did_you_mean(attribute, [each for each in dir(module) if each.endswith("Cluster")])
+        words = f"cluster.class {name}: the module {module_name} has no {attribute}"
+        raise UsageError(f"{words} ({hint})" if hint else words)
+    return found
+
+
+def _one_line(error: BaseException | None) -> str:
+    """Return the error and its causes on one line: "failed to start" from Dask alone says little."""
+    words = []
+    while error is not None:
+        text = " ".join(str(error).split())
+        words.append(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        error = error.__cause__
+    return shorten(", from ".join(dict.fromkeys(words)), _MOST_OF_AN_ERROR)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

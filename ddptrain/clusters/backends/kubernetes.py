@@ -23,7 +23,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import FOLDER, DaemonOrder
+from ddptrain.clusters.processes import FOLDER
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
@@ -98,7 +98,7 @@ class KubernetesBackend(Backend):
             cluster.address = f"tls://{service}:{_PORT}"
             yield objects
         else:
-            yield _forward(cluster, objects, 0)
+            yield _forward(cluster, objects)
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return why a pod will never run, or has failed, or that the port-forward has ended; else None."""
@@ -107,10 +107,15 @@ class KubernetesBackend(Backend):
                 words, hopeless = _trouble(pod)
                 if hopeless:
                     return f"the pod {pod['metadata']['name']}: {words}"
-        for part in cluster.of_role(_FORWARD):
-            if part.process and not processes.alive(part.process):
-                return f"{part.description} has ended"
-        return None
+        running = processes.running(str(cluster.folder)) if cluster.of_role(_FORWARD) else set()
+        return next(
+            (
+                f"the {part.name} (pid {part.pid}) has ended"
+                for part in cluster.of_role(_FORWARD)
+                if part.pid not in running
+            ),
+            None,
+        )
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the last lines of each pod, and why it does not run. Raises ClusterError."""
@@ -130,7 +135,7 @@ class KubernetesBackend(Backend):
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """Delete the objects with their pods. Raises ClusterError."""
-        processes.end(str(cluster.folder), [part.process for part in cluster.of_role(_FORWARD) if part.process])
+        processes.end(str(cluster.folder))
         for objects in cluster.of_role("objects"):
             label = f"{_OWNER}={objects.id}"
             deadline = time.monotonic() + _END_S
@@ -140,20 +145,6 @@ class KubernetesBackend(Backend):
                 # Again and again: a kubectl that has outlived its command may still be creating some.
                 _kubectl(objects, "delete", "job,service,secret", "--selector", label, "--wait=false")
                 time.sleep(_POLL_S)
-
-    def reopen(self, cluster: ClusterRecord) -> None:
-        """Start the port-forward again if it has ended, for example after a restart. Raises ClusterError."""
-        for part in cluster.of_role(_FORWARD):
-            if part.process and not processes.alive(part.process):
-                (objects,) = cluster.of_role("objects")
-                again = _forward(cluster, objects, int(part.id))
-                cluster.keep(again)
-                deadline = time.monotonic() + _COMMAND_S
-                while _is_free(int(again.id)):  # kubectl does not listen yet
-                    if time.monotonic() > deadline or (again.process and not processes.alive(again.process)):
-                        words = processes.tail(str(cluster.folder), _FORWARD, 1).strip()
-                        raise ClusterError(f"the port-forward to the scheduler does not start: {words}")
-                    time.sleep(_POLL_S)
 
 
 def _settings(cluster: ClusterRecord) -> KubernetesSettings:
@@ -203,9 +194,10 @@ def _run(command: Sequence[str], text: str = "") -> str:
     return done.stdout
 
 
-def _forward(cluster: ClusterRecord, objects: Part, port: int) -> Part:
-    """Start a process that forwards a local port to the scheduler, if possible `port`, for as long as its job runs."""
-    port = port if port and _is_free(port) else _free_port()
+def _forward(cluster: ClusterRecord, objects: Part) -> Part:
+    """Start a process that forwards a local port to the scheduler for as long as its job runs."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
     kubectl = shlex.join(["kubectl", *_where(objects)])
     job = f"{cluster.name}-scheduler"
     look = f"{kubectl} get job {job} --ignore-not-found --output='jsonpath={{.status.active}}'"
@@ -214,23 +206,10 @@ while active=$({look}); [ $? -ne 0 ] || [ -n "$active" ]; do
   {kubectl} port-forward --address 127.0.0.1 job/{job} {port}:{_PORT} & wait $!
   sleep 1 & wait $!
 done"""
-    daemon = processes.start(DaemonOrder(_FORWARD, str(cluster.folder), ["sh", "-c", script, FOLDER]))
-    cluster.host = daemon.host
     cluster.address = f"tls://127.0.0.1:{port}"
-    return Part(role=_FORWARD, id=str(port), log=str(cluster.folder / f"{_FORWARD}.log"), process=daemon)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _is_free(port: int) -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", port)):
-            return True
-    except OSError:
-        return False
+    folder = str(cluster.folder)
+    pid = processes.start(folder, _FORWARD, ["sh", "-c", script, FOLDER])
+    return Part(role=_FORWARD, id=folder, log=f"{folder}/{_FORWARD}.log", pid=pid)
 
 
 def _resolves(host: str) -> bool:

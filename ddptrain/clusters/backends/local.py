@@ -10,7 +10,7 @@ import socket
 from collections.abc import Generator, Mapping
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import PYTHON, DaemonOrder
+from ddptrain.clusters.processes import PYTHON
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.config.sections.clusters import ClusterConfig, RankRange
@@ -41,8 +41,10 @@ class LocalBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended, or None."""
-        ended = (part for part in cluster.parts if part.process and not processes.alive(part.process))
-        return next((f"{part.description} has ended" for part in ended), None)
+        running = processes.running(str(cluster.folder))
+        return next(
+            (f"the {part.name} (pid {part.pid}) has ended" for part in cluster.parts if part.pid not in running), None
+        )
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler and worker; a worker logs only what goes wrong."""
@@ -51,13 +53,13 @@ class LocalBackend(Backend):
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End both, and the ranks with them. Raises ClusterError."""
-        processes.end(str(cluster.folder), [part.process for part in cluster.parts if part.process])
+        processes.end(str(cluster.folder))
 
 
 def _started(cluster: ClusterRecord, role: str, arguments: list[str]) -> Part:
-    daemon = processes.start(DaemonOrder(role, str(cluster.folder), [PYTHON, "-P", *arguments]))
-    log = str(cluster.folder / f"{role}.log")
-    return Part(role=role, host=socket.gethostname(), id=str(daemon.pid), log=log, process=daemon)
+    folder = str(cluster.folder)
+    pid = processes.start(folder, role, [PYTHON, "-P", *arguments])
+    return Part(role=role, host=socket.gethostname(), id=folder, log=f"{folder}/{role}.log", pid=pid)
 
 
 def _room(config: ClusterConfig) -> tuple[int, tuple[str, ...]]:

@@ -2,8 +2,7 @@
 
     python -m ddptrain.clusters.scheduler.scheduler_process --folder DIR --host 10.0.0.5 --idle-timeout 3600
 
-It listens with TLS if DIR contains cert.pem and key.pem. Otherwise it listens on a unix socket that only this user can
-open, or, if --host is given, without any protection on that address. Once it listens it writes DIR/scheduler.json,
+It listens with TLS, with the cert.pem and key.pem in DIR. Once it listens it writes DIR/scheduler.json,
 which it deletes at its end. If it ended by itself, DIR/ended.json says why. SIGTERM ends it and its workers.
 """
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 SCHEDULER_FILE = "scheduler.json"
 ENDED_FILE = "ended.json"
-LOOKER = "ddptrain-look"  # client name of status checks, which do not keep an idle cluster alive
 
 SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
@@ -47,7 +45,6 @@ SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.admin.tick.interval": "1s",
     "distributed.diagnostics.nvml": False,
 }
-_NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
 
 _log = log.Log("ddptrain.scheduler")
@@ -168,12 +165,18 @@ async def drop_the_silent(scheduler: Scheduler, limit_s: Callable[[], float]) ->
 
 
 async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
-    """Return once the scheduler has been idle for that long; never with 0."""
+    """Return once no run holds or waits for slots, no task exists and no client is connected for that long.
+
+    Never returns with 0.
+    """
+    from ddptrain.clusters.scheduler.slots import USED_AT, is_busy
+
     since = time.monotonic()
     while not timeout_s or time.monotonic() - since < timeout_s:
         await asyncio.sleep(min(_LOOK_S, timeout_s / 4) if timeout_s else 3600.0)
-        if is_used(scheduler):
+        if scheduler.tasks or is_busy(scheduler) or scheduler.clients.keys() - {"fire-and-forget"}:  # Dask's own entry
             since = time.monotonic()
+        since = max(since, getattr(scheduler, USED_AT, since))
 
 
 def _lost_after_s(scheduler: Scheduler) -> float:
@@ -182,17 +185,6 @@ def _lost_after_s(scheduler: Scheduler) -> float:
 
     table = scheduler.plugins.get(PLUGIN_NAME)
     return (table.lost_after_s if isinstance(table, SlotTable) else None) or LOST_AFTER_S
-
-
-def is_used(dask_scheduler: Scheduler) -> bool:
-    """For run_on_scheduler: whether a run holds or waits for slots, a task exists, or a client is connected.
-
-    The client of a status check does not count.
-    """
-    from ddptrain.clusters.scheduler.slots import is_busy
-
-    users = (str(name) for name in dask_scheduler.clients if name not in _NEVER_A_RUN)
-    return bool(dask_scheduler.tasks) or is_busy(dask_scheduler) or any(LOOKER not in user for user in users)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ddptrain.worker.rank_task import topic
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
 PLUGIN_NAME = "ddptrain-slots"
+USED_AT = "ddptrain_used_at"  # attribute of the scheduler: when a call counted as use (monotonic seconds)
 _FORGET_WAITER_S = 30.0  # a waiting driver that does not repeat its request for that long leaves the queue
 _LAST_MESSAGES_S = 1.0
 
@@ -322,33 +323,35 @@ def close(dask_scheduler: Scheduler) -> dict[str, Any]:
     return overview(dask_scheduler)
 
 
-def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
-    """For run_on_scheduler: all workers, runs with slots, and waiting runs.
+def overview(dask_scheduler: Scheduler, *, counts: bool = False) -> dict[str, Any]:
+    """For run_on_scheduler: all workers, runs with slots, and waiting runs, as in `ddptrain cluster status --json`.
 
-    {"workers": [{"address", "name", "host", "slots", "gpus", "held", "last_seen_s", "warm"}],
-     "runs": [{"run_id", "slots", "hosts"}], "waiting": [{"run_id", "asked", "waited_s"}]}; `warm` is None for foreign
-    workers; they count 1 slot until a run has asked for their offer.
+    `warm` is None for foreign workers; they count 1 slot until a run has asked for their offer. `counts`: the call
+    counts as use of the cluster.
     """
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
     table = found if isinstance(found, SlotTable) else SlotTable(dask_scheduler)
+    now = time.monotonic()
+    if counts:
+        setattr(dask_scheduler, USED_AT, now)
     held = Counter(slot.worker for slot in table.holders)
     workers = []
     for address, state in dask_scheduler.workers.items():
         slots = table._slots_of(address)  # noqa: SLF001  # within its own module
         metric = state.metrics.get(WORKER_METRIC)
+        count = len(slots) if slots or SLOT_RESOURCE in state.resources else 1
         workers.append(
             {
-                "address": address,
-                "name": str(state.name),
                 "host": state.host,
-                "slots": len(slots) if slots or SLOT_RESOURCE in state.resources else 1,
-                "gpus": sum(slot.gpu for slot in slots),
+                "name": str(state.name),
+                "address": address,
+                "slots": count,
                 "held": held[address],
-                "last_seen_s": round(max(0.0, time.time() - state.last_seen), 3),
+                "free": max(0, count - held[address]),
+                "gpus": sum(slot.gpu for slot in slots),
                 "warm": metric.get("warm") if isinstance(metric, dict) else None,
             }
         )
-    now = time.monotonic()
     return {
         "workers": sorted(workers, key=lambda worker: (worker["host"], worker["address"])),
         "runs": [
@@ -357,8 +360,8 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
             if grant.slots
         ],
         "waiting": [
-            {"run_id": run_id, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
-            for run_id, waiter in table.queue.items()
+            {"run_id": run_id, "place": place, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
+            for place, (run_id, waiter) in enumerate(table.queue.items(), 1)
         ],
     }
 

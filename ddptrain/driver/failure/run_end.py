@@ -89,6 +89,8 @@ def _to_continue(writer: RunWriter, end: AttemptEnd | None = None) -> str:
 
 def describe_fault(fault: Fault, ranks: Sequence[Rank]) -> str:
     """Return the root cause of an attempt in one line."""
+    if fault.kind is FaultKind.PARAMS:  # the same on all ranks
+        return fault.line
     what = "hung" if fault.kind is FaultKind.HANG else "failed first"
     return f"rank {fault.rank} on {ranks[fault.rank].record().host} {what}: {fault.line}{_others(ranks, fault.rank)}"
 
@@ -156,7 +158,7 @@ def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) 
 
 _MAX_BACKOFF_S = 60.0
 # Another attempt would end the same way.
-_FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
+_FINAL = frozenset({FaultKind.PARAMS, FaultKind.REFUSED, FaultKind.RESULTS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,16 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
+from ddptrain import __version__
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import FOLDER, PYTHON, DaemonId, DaemonOrder
+from ddptrain.clusters.processes import FOLDER, PYTHON
 from ddptrain.clusters.signals import deferred, interruptible
 from ddptrain.errors import ClusterError, Interrupted
-from ddptrain.host_identity import HostId, this_host
 
 # --- Processes that outlive the command: found again, ended as a whole, never mistaken for another ---
 
 
-Start = Callable[..., DaemonId]
+Start = Callable[..., int]
 SERVE = "import sys, time; print('serving', *sys.argv[1:], flush=True); time.sleep(600)"
 DEAF = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('serving', flush=True); time.sleep(600)"
@@ -34,161 +33,116 @@ DEAF = (
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    started = []
-
-    def begin(code: str = SERVE, *args: str, **order: Any) -> DaemonId:
-        given = {"name": "it", "folder": str(tmp_path / "d"), "argv": [PYTHON, "-c", code, *args], **order}
-        started.append(processes.start(DaemonOrder(**given)))
-        return started[-1]
-
-    yield begin
-    processes.stop(started, timeout_s=0.1)
-
-
-def wait_for_words(daemon: DaemonId, text: str) -> None:
-    deadline = time.monotonic() + 60
-    while text not in processes.tail(daemon.folder, daemon.name, 100):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_process_has_a_session_of_its_own_and_ends_on_demand(start: Start) -> None:
-    daemon = start()
-    wait_for_words(daemon, "serving")
-    assert psutil.Process(daemon.pid).terminal() is None and processes.alive(daemon)
-    processes.stop([daemon])
-    assert not processes.alive(daemon)
-    processes.stop([daemon])  # what has ended is fine
-
-
-def test_process_that_does_not_listen_is_killed_with_its_group(start: Start) -> None:
-    daemon = start(DEAF)
-    wait_for_words(daemon, "serving")
-    processes.stop([daemon], timeout_s=0.2)
-    assert not processes.alive(daemon)
-
-
-def test_other_process_with_the_same_pid_is_left_alone(start: Start) -> None:
-    daemon = start()
-    other = dataclasses.replace(daemon, created=daemon.created - 100)
-    assert not processes.alive(other)
-    processes.stop([other])
-    assert processes.alive(daemon)
-
-
-def test_process_of_an_earlier_boot_has_ended(start: Start) -> None:
-    """Its pid and even its start time may be those of another process now."""
-    daemon = start()
-    earlier = dataclasses.replace(daemon, host=dataclasses.replace(daemon.host, boot="an-earlier-boot"))
-    assert not processes.alive(earlier)
-    processes.stop([earlier])
-    assert processes.alive(daemon)
-
-
-def test_process_of_another_host_is_neither_checked_nor_ended_and_its_folder_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder for processes; those with a name alone are in hosts/ beside it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    daemon = processes.start(DaemonOrder("it", "dev-1", [PYTHON, "-c", SERVE]))
-    try:
-        there = dataclasses.replace(daemon, host=HostId("gpu1", "m", "b", "pid:[1]"))
-        where = r"the it \(pid \d+\) runs on the host gpu1, and this is .*: run the command on gpu1"
-        for call in (lambda: processes.alive(there), lambda: processes.stop([daemon, there])):
-            with pytest.raises(ClusterError, match=where):
-                call()
-        with pytest.raises(ClusterError, match=where):
-            processes.end("dev-1", [there])
-        assert processes.alive(daemon) and Path(daemon.folder).is_dir()
-    finally:
-        processes.end("dev-1", [daemon])
-
-
-def test_host_of_a_process_survives_json(start: Start) -> None:
-    daemon = start()
-    assert daemon.host == this_host()
-    assert DaemonId.of(json.loads(json.dumps(dataclasses.asdict(daemon)))) == daemon
-
-
-def test_files_and_log_are_for_this_user_only(start: Start) -> None:
-    daemon = start(SERVE, f"{FOLDER}/key.pem", files={"key.pem": "secret"})
-    wait_for_words(daemon, "key.pem")
-    folder = Path(daemon.folder)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
-    assert modes == {folder.name: 0o700, "key.pem": 0o600, "it.log": 0o600}
-    assert processes.tail(daemon.folder, "it", 1) == f"serving {folder}/key.pem\n"
+    return str(tmp_path / "ddptrain" / "hosts" / "dev-1")
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the folders of processes lie that are started with a label."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "ddptrain" / "hosts"
+def start(folder: str) -> Iterator[Start]:
+    used = set()
+
+    def begin(code: str = SERVE, where: str = folder, *, files: dict[str, str] | None = None) -> int:
+        used.add(where)
+        pid = processes.start(where, "it", [PYTHON, "-c", code, f"{FOLDER}/key.pem"], files)
+        deadline = time.monotonic() + 60
+        while "serving" not in processes.tail(where, "it", 100) and "raise" not in code:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return pid
+
+    yield begin
+    for each in used:
+        Path(processes.located(each) / "host.json").unlink(missing_ok=True)
+        processes.end(each, 0.1)
 
 
-def test_process_whose_start_was_never_answered_is_ended_by_its_folder(start: Start, hosts: Path) -> None:
-    daemon, other = start(SERVE, FOLDER, folder="dev-1"), start(SERVE, FOLDER, folder="dev-2")
-    assert daemon.folder == str(hosts / "dev-1")
-    with subprocess.Popen(["sleep", "600"], cwd=daemon.folder, start_new_session=True) as bystander:
-        processes.end("dev-1", [])
-        processes.end("dev-1", [daemon])  # what has ended is fine
-        assert not processes.alive(daemon) and processes.alive(other)
-        assert bystander.poll() is None
+def test_process_has_a_session_of_its_own_and_ends_on_demand(start: Start, folder: str) -> None:
+    pid = start()
+    assert psutil.Process(pid).terminal() is None and processes.running(folder) == {pid}
+    processes.end(folder)
+    processes.end(folder)  # what has ended is fine
+    assert processes.running(folder) == set() and not psutil.pid_exists(pid)
+
+
+def test_process_that_does_not_listen_is_killed_with_its_group(start: Start, folder: str) -> None:
+    start(DEAF)
+    processes.end(folder, 0.2)
+    assert processes.running(folder) == set()
+
+
+def test_processes_of_other_folders_and_of_the_user_are_left_alone(start: Start, folder: str) -> None:
+    pid, other = start(), start(where="dev-2")
+    with subprocess.Popen(["sleep", "600"], cwd=folder, start_new_session=True) as bystander:
+        assert (processes.running("dev-1"), processes.running("dev-2")) == ({pid}, {other})
+        processes.end(folder)
+        assert bystander.poll() is None and processes.running("dev-2") == {other}
         bystander.kill()
 
 
-def test_clock_that_is_set_does_not_hide_a_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = start()
-    now = psutil.boot_time()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: now + 3600, raising=False)
-    monkeypatch.setattr("psutil._pslinux.BOOT_TIME", now + 3600, raising=False)
-    assert processes.alive(daemon)
+@pytest.mark.parametrize("change", [{"boot": "an-earlier-boot"}, {"name": "gpu1", "machine": "m", "boot": "b"}])
+def test_processes_of_an_earlier_boot_or_another_host_are_not_ended(
+    start: Start, folder: str, change: dict[str, str]
+) -> None:
+    """Their pids may be those of other processes."""
+    pid = start()
+    file = Path(folder, "host.json")
+    host = json.loads(file.read_text())
+    file.write_text(json.dumps({**host, **change, "kernel": "of another version"}))
+    if "name" in change:
+        for call in (processes.running, processes.end):
+            with pytest.raises(ClusterError, match=r"run on the host gpu1, and this is .*: run the command on gpu1"):
+                call(folder)
+    else:
+        processes.end(folder)
+    file.write_text(json.dumps(host))
+    assert processes.running(folder) == {pid}
 
 
-def test_folder_that_cannot_be_made_is_told(start: Start, tmp_path: Path) -> None:
+def test_files_and_log_are_for_this_user_only(start: Start, folder: str) -> None:
+    start(files={"key.pem": "secret"})
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (Path(folder), *Path(folder).iterdir())}
+    assert modes == {"dev-1": 0o700, "key.pem": 0o600, "host.json": 0o600, "it.log": 0o600}
+    assert processes.tail("dev-1", "it", 1) == f"serving {folder}/key.pem\n"
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ClusterError, match="the it could not be started"):
-        start(folder=str(tmp_path / "file" / "below"))
-
-
-def test_json_that_a_process_never_leaves_is_told_with_its_words(start: Start) -> None:
-    daemon = start("raise SystemExit('no port is free')")
-    wait_for_words(daemon, "no port")
-    with pytest.raises(ClusterError, match="no port is free"):
-        processes.read(daemon.folder, "told.json", 0.1)
+        processes.start(str(tmp_path / "file" / "below"), "it", [PYTHON])
 
 
 def test_host_knows_which_addresses_are_its_own() -> None:
-    about = processes.describe(["127.0.0.1", "192.0.2.1", "nowhere.invalid"])
-    assert about["addresses"] == {"127.0.0.1": "127.0.0.1", "192.0.2.1": "", "nowhere.invalid": ""}
+    assert [processes.own_address(name) for name in ("127.0.0.1", "192.0.2.1", "nowhere.invalid")] == [
+        "127.0.0.1",
+        "",
+        "",
+    ]
 
 
-def test_command_speaks_json_and_survives_its_caller(tmp_path: Path, hosts: Path) -> None:
+def test_command_speaks_json_and_survives_its_caller(folder: str) -> None:
     def call(command: str, **given: Any) -> Any:
         program = [sys.executable, "-P", "-m", "ddptrain.clusters.processes", command]
         done = subprocess.run(program, input=json.dumps(given), capture_output=True, text=True, timeout=60, check=True)
         return json.loads(done.stdout)
 
-    order = {"name": "it", "folder": "dev-1", "argv": [PYTHON, "-c", SERVE]}
-    daemon = call("start", **order)["result"]
-    assert call("alive", daemons=[daemon]) == {"result": [True]}
-    assert call("end", folder="dev-1", daemons=[daemon], timeout_s=10) == {"result": None}
-    assert list(hosts.iterdir()) == []
-    assert call("tail", folder=daemon["folder"], name="it", lines=5) == {"result": ""}
-    (tmp_path / "file").touch()
-    assert "could not be started" in call("start", **{**order, "folder": str(tmp_path / "file")})["error"]
+    def run(code: str, await_s: float = 0.0, version: str = __version__) -> Any:
+        argv = [PYTHON, "-c", code, FOLDER, "{address}"]
+        more = {"host": "localhost", "address": "", "version": version, "await_s": await_s}
+        return call("run", folder="dev-1", name="it", argv=argv, files={}, **more)
 
-
-def test_end_of_each_log_is_told_if_a_file_does_not_appear(tmp_path: Path) -> None:
-    for name, text in {"a": "x" * 600 + "\n", "b": "said\n"}.items():
-        (tmp_path / f"{name}.log").write_text(text)
-    with pytest.raises(ClusterError) as failed:
-        processes.read(str(tmp_path), "scheduler.json", 0.0)
-    start, *logs = str(failed.value).replace("; ", ": ").split(": ")
-    assert start == "scheduler.json did not appear within 0 s" and sorted(logs) == ["said", "x" * 500]
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ClusterError, match=r"^f did not appear within 0 s$"):
-        processes.read(str(tmp_path / "empty"), "f", 0.0)
+    assert "this is 99" in run(SERVE, version="99")["error"]
+    assert "no port is free" in run("raise SystemExit('no port is free')", 60.0)["error"]
+    written = (
+        "import json, sys, time; json.dump({'address': sys.argv[2]}, open('scheduler.json', 'w')); time.sleep(600)"
+    )
+    answer = run(written, 60.0)["result"]
+    assert (answer["scheduler"], answer["address"]) == ({"address": "127.0.0.1"}, "127.0.0.1")
+    assert call("control", folder="dev-1", verb="running") == {"result": [answer["pid"]]}
+    assert "no port is free" in call("control", folder="dev-1", verb="tail", name="it", lines=5)["result"]
+    assert call("control", folder="dev-1", verb="end") == {"result": None}
+    assert not Path(folder).exists()
 
 
 def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.clusters import record as records
 from ddptrain.clusters import resolve
-from ddptrain.clusters.hosts import Relation
+from ddptrain.clusters.processes import Relation
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import make_tls
 from ddptrain.config.sections.clusters import ClusterConfig, SshSettings

@@ -79,22 +79,6 @@ def test_auto_starts_afresh_where_the_parameters_are_others(tmp_path: Path) -> N
     assert reason.endswith("but had params.epochs 5 (now 9), params.extra not given (now True)")
 
 
-def test_change_from_or_to_a_default_shows_its_value(tmp_path: Path) -> None:
-    (tmp_path / "steps_of_night.py").write_text("BASE = 1\ndef main(ctx, lr=0.5, seed=-1, size=BASE): ...\n")
-
-    def resolved(**params: Any) -> ResolvedConfig:
-        made = RunConfig(workload="steps_of_night:main", name="night", params=params)
-        return resolve(made, tmp_path / "night.yaml")
-
-    ended(tmp_path / "runs", "night-1", RunStatus.FAILED, resolved(seed=4))
-    found, reason = auto(tmp_path / "runs", resolved(lr=0.1, size=2))
-    assert found is None
-    assert "params.lr 0.5, its default (now 0.1)" in reason
-    assert "params.size not given (now 2)" in reason
-    assert "params.seed 4 (now -1, its default)" in reason
-    assert "had params.seed 4 (now -1, its default)" in auto(tmp_path / "runs", resolved())[1]  # and no `params`
-
-
 @pytest.mark.parametrize("later", [None, RunStatus.FAILED, RunStatus.SUCCEEDED])
 def test_auto_starts_nothing_while_a_run_of_this_name_is_running(tmp_path: Path, later: RunStatus | None) -> None:
     ended(tmp_path, "failed", RunStatus.FAILED)

@@ -23,7 +23,7 @@ import pytest
 from distributed import Client
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER, drop_the_silent
+from ddptrain.clusters.scheduler.scheduler_process import drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
 
 START_S = 60.0
@@ -152,11 +152,6 @@ def test_connected_driver_keeps_the_scheduler_up(start: Callable[..., Started]) 
         time.sleep(3 * idle_s)
         assert not scheduler.has_ended()
     assert scheduler.process.wait(END_S) == 0
-
-
-def test_whoever_only_looks_does_not_keep_the_scheduler_up(start: Callable[..., Started]) -> None:
-    with connected_in_time(start, name=LOOKER) as (scheduler, _, _):
-        assert scheduler.process.wait(END_S) == 0
 
 
 def test_client_that_shuts_the_scheduler_down_is_named_as_the_reason(start: Callable[..., Started]) -> None:

@@ -268,12 +268,6 @@ def test_overview_tells_who_holds_what_and_who_waits() -> None:
     assert [(each["run_id"], each["asked"]) for each in seen["waiting"]] == [("r2", 2)]
 
 
-def test_worker_whose_clock_is_ahead_was_seen_just_now() -> None:
-    there = scheduler(a=1)
-    there.workers["tcp://a"].last_seen = time.time() + 3600
-    assert slots.overview(there)["workers"][0]["last_seen_s"] == 0.0
-
-
 @settings(max_examples=200)
 @given(
     st.lists(

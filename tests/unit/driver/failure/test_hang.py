@@ -231,7 +231,7 @@ def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
             ("/py/multiprocessing/popen_fork.py:27 poll", "/py/multiprocessing/util.py:357 _exit_function"),
             "it waits for a process that it has started with multiprocessing to end",
         ),
-        (("/me/train.py:7 clean_up", "/ddptrain/rank/rank_process.py:98 _run_exit_handlers"), "train.py:7 in clean_up"),
+        (("/me/train.py:7 clean_up", "/ddptrain/rank/lifecycle.py:98 _run_exit_handlers"), "train.py:7 in clean_up"),
     ],
 )
 def test_rank_that_cannot_exit_says_what_it_waits_for(frames: tuple[str, ...], text: str) -> None:
