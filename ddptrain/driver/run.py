@@ -309,7 +309,7 @@ class Run:
             tracking.go_on_from(checkpoint)
             with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
                 built = specs.build(number, places, checkpoint)
-            workers.give(built)
+            workers.give(built, places)
             self._record_start(checkpoint, len(places))
             end = self._attempt(built, places, workers, policy)
             run_end = judge_attempt(end, self.writer)

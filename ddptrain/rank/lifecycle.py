@@ -410,8 +410,8 @@ class RankLifecycle:
         if signal.getsignal(signum) != signal.SIG_DFL:
             os.kill(os.getpid(), signum)
         elif self.spec.rank == 0:
-            name = signal.Signals(signum).name
-            self.emitter.note(f"{name} has no effect: the code has set no handler for it", "warning")
+            text = f"{signal.Signals(signum).name} has no effect: the code has set no handler for it"
+            self.emitter.note(text, "warning")
 
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
