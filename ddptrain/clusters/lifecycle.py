@@ -258,7 +258,7 @@ def ended_process(name: str) -> str | None:
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     records.find(name)
-    with records.locked(name):
+    with records.locked(name), deferred(breakable=True) as check_signals:
         cluster = records.find(name)
         cluster.check_here(_forget(cluster))
         view = None if now else status.probe(cluster, _SURE_S)
@@ -270,6 +270,7 @@ def down(name: str, tell: Tell, *, now: bool = False) -> None:
                 f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "
                 f"ddptrain cluster down {name} --now"
             )
+        check_signals()
         _end(cluster, _backend(cluster.backend), tell)
 
 
