@@ -65,7 +65,12 @@ def up(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
+    """Start a cluster that keeps running after this command, and wait until all its workers are warm.
+
+    Examples:
+        ddptrain cluster up --ranks 4
+        ddptrain cluster up --backend ssh --name lab --host a --host b
+    """
     from ddptrain.clusters import lifecycle
     from ddptrain.clusters.signals import interruptible
     from ddptrain.config.load import load_cluster
@@ -95,6 +100,10 @@ def status(
     """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes. Without a name: list all.
 
     Exit code 4 if the cluster can't be used.
+
+    Examples:
+        ddptrain cluster status
+        ddptrain cluster status lab
     """
     from ddptrain.clusters import record
     from ddptrain.clusters import status as clusters_status
@@ -129,6 +138,9 @@ def logs(
 
     The scheduler logs which runs got slots, a worker only warnings and errors; DDPTRAIN_LOG=debug in the environment
     of `cluster up` gives more.
+
+    Examples:
+        ddptrain cluster logs lab --lines 50
     """
     from ddptrain.clusters import lifecycle
 
@@ -152,7 +164,11 @@ def down(
     now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
+    """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster.
+
+    Examples:
+        ddptrain cluster down lab
+    """
     from ddptrain.clusters import lifecycle, record
     from ddptrain.clusters.signals import interruptible
 
@@ -178,7 +194,7 @@ def down(
         say("no clusters")
     first, *others = failed.values() or [None]
     for other in others:
-        say(f"ddptrain: error: {other}")
+        say(f"error: {other}")
     if first is not None:
         raise first
 
@@ -202,4 +218,4 @@ def _print_view(view: View, *, as_json: bool) -> None:
 
 
 def _tell(text: str) -> None:
-    say(f"ddptrain: {text}")
+    say(text)

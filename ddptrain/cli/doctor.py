@@ -34,6 +34,10 @@ def doctor(
 
     With --cluster: the same of each host of a cluster, whether they differ, and the speed of its free slots. The exit
     code is 4 if something would make a run fail.
+
+    Examples:
+        ddptrain doctor
+        ddptrain doctor --cluster lab
     """
     from ddptrain.driver.doctor.judge import Result
 
@@ -58,7 +62,7 @@ def _cluster_checks(cluster: str) -> list[Check]:
     from ddptrain.driver.doctor.cluster import check_cluster
 
     with signals_to(SimpleQueue()) as signals, signals.interrupting():
-        return check_cluster(cluster, config, lambda text: say(f"ddptrain: {text}"))
+        return check_cluster(cluster, config, say)
 
 
 def _check_lines(checks: list[Check], what: str) -> list[str]:

@@ -32,7 +32,12 @@ def explain(
     ] = "latest",
     json: JsonOption = False,
 ) -> None:
-    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
+    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next.
+
+    Examples:
+        ddptrain explain 5
+        ddptrain explain latest
+    """
     if re.fullmatch(r"[0-9]{1,3}", what):
         _explain_code(int(what), as_json=json)
     else:

@@ -42,7 +42,13 @@ def init(
         bool, typer.Option("--schema", help="Print the JSON schema of the configuration instead, for editors.")
     ] = False,
 ) -> None:
-    """Write a small training function and its YAML file; existing files are not changed."""
+    """Write a small training function and its YAML file; existing files are not changed.
+
+    Examples:
+        ddptrain init demo
+        ddptrain init demo --workload images
+        ddptrain init --schema > ddptrain.schema.json
+    """
     if schema:
         typer.echo(_schema(), nl=False)
         return

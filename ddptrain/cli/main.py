@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import errno
-import functools
 import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,35 +16,52 @@ from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
-from typer.models import CommandInfo
 
 from ddptrain import __version__
 from ddptrain.cli import options as opt
-from ddptrain.cli.cluster import app as cluster
-from ddptrain.cli.doctor import doctor
-from ddptrain.cli.examples import add_examples, command_name
-from ddptrain.cli.explain import explain
-from ddptrain.cli.init import init
-from ddptrain.cli.models.evaluate import evaluate
-from ddptrain.cli.models.generate import generate
-from ddptrain.cli.models.models import app as models
-from ddptrain.cli.models.predict import predict
+from ddptrain.cli.parser import Commands, RootGroup
 from ddptrain.cli.printing import say
-from ddptrain.cli.results import app as results
-from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run
-from ddptrain.cli.stop import stop
-from ddptrain.cli.sweep import sweep
-from ddptrain.cli.train import train
-from ddptrain.cli.unattended.notify import app as notify
-from ddptrain.cli.unattended.retrain import retrain
-from ddptrain.cli.unattended.schedule import app as schedule
-from ddptrain.cli.usage_errors import RootGroup
-from ddptrain.cli.watch import watch
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, limit_error, one_line
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
+
+
+class Root(RootGroup):
+    """All commands, by what they are for, in the order of the help: where each is, and its line in the list."""
+
+    table = Commands(
+        {
+            "Train": {
+                "train": ("train:train", "Train what a YAML file describes."),
+                "run": ("run:COMMAND", "Run a script that torchrun would run."),
+                "watch": ("running:watch", "Show a run that another shell has started."),
+                "stop": ("running:stop", "End a run that another shell has started."),
+                "results": ("results:app", "List runs; show one, its logs, its curves; delete old ones."),
+            },
+            "Search and use": {
+                "sweep": ("sweep:sweep", "Search for the best values of some fields."),
+                "evaluate": ("trained:evaluate", "Score a run or a model."),
+                "predict": ("trained:predict", "Classify images with a trained run."),
+                "generate": ("trained:generate", "Make new pet names with a trained run."),
+            },
+            "Clusters": {
+                "cluster": ("cluster:app", "Start a cluster that stays up; look at it, end it."),
+                "doctor": ("doctor:doctor", "Check this machine, or all hosts of a cluster."),
+            },
+            "Unattended": {
+                "retrain": ("unattended:retrain", "Train a model again, and use the new version if it is better."),
+                "models": ("models:app", "Versions of trained models: list, promote, roll back."),
+                "schedule": ("unattended:schedules", "Retrain at given times: add, list, check, remove."),
+                "notify": ("unattended:notifications", "Notifications of runs and retrainings: try them."),
+            },
+            "More": {
+                "init": ("init:init", "Write a starting point for code of your own."),
+                "explain": ("explain:explain", "Explain an exit code, or the end of a run."),
+            },
+        }
+    )
 
 
 def _leave_with(code: int | None, **_: Any) -> None:
@@ -57,7 +72,7 @@ def _leave_with(code: int | None, **_: Any) -> None:
 # Without markup the help does not import rich, which takes two thirds of the time.
 app = typer.Typer(
     name=PROGRAM,
-    cls=RootGroup,
+    cls=Root,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -89,44 +104,6 @@ def _root(
     opt.log_to_stderr(False)
 
 
-# One line for each in the list of commands; `--help` of a command has the full text.
-app.command("train", short_help="Train what a YAML file describes.")(train)
-app.command(
-    "run", cls=RunCommand, short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS
-)(run)
-app.command("retrain", short_help="Train a model again, and use the new version if it is better.")(retrain)
-app.command("sweep", short_help="Search for the best values of some fields.")(sweep)
-app.command("watch", short_help="Show a run that another shell has started.")(watch)
-app.command("stop", short_help="End a run that another shell has started.")(stop)
-app.add_typer(cluster, name="cluster")
-app.command("evaluate", short_help="Score a run or a model.")(evaluate)
-app.command("generate", short_help="Make new pet names with a trained run.")(generate)
-app.command("predict", short_help="Classify images with a trained run.")(predict)
-app.add_typer(results, name="results")
-app.add_typer(models, name="models")
-app.add_typer(notify, name="notify")
-app.add_typer(schedule, name="schedule")
-app.command("doctor", short_help="Check this machine, or all hosts of a cluster.")(doctor)
-app.command("explain", short_help="Explain an exit code, or the end of a run.")(explain)
-app.command("init", short_help="Write a starting point for code of your own.")(init)
-add_examples(app)
-
-
-@functools.cache
-def command_tree(full: typer.Typer, names: frozenset[str]) -> Callable[..., Any]:
-    """Return the commands of these names with their options: typer reads the signatures of functions, which is slow."""
-    return get_command(_app_for(full, names))
-
-
-def _names(full: typer.Typer) -> Iterator[str]:
-    """Yield the names of all commands and groups."""
-    yield from map(command_name, full.registered_commands)
-    for group in full.registered_groups:
-        yield group.name or ""
-        if group.typer_instance is not None:
-            yield from _names(group.typer_instance)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: sys.argv) and return its exit code. Raises nothing.
 
@@ -142,42 +119,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             return code or _BROKEN_PIPE
         if not code:  # otherwise an error was shown, perhaps this one
-            _say(f"error: standard output can't be written: {error.strerror}")
+            say(f"error: standard output can't be written: {error.strerror}")
         return code or ExitCode.CLUSTER
     return code
 
 
-def _app_for(full: typer.Typer, words: Container[str]) -> typer.Typer:
-    """Return the app with empty commands in place of those that `words` do not contain: to build all takes 70 ms."""
-    lean = copy.copy(full)
-    lean.registered_commands = [_named_or_empty(info, words) for info in full.registered_commands]
-    lean.registered_groups = [copy.copy(info) for info in full.registered_groups]
-    for info in lean.registered_groups:
-        if info.typer_instance is not None:
-            info.typer_instance = _app_for(info.typer_instance, words if info.name in words else ())
-    return lean
-
-
-def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
-    name = command_name(info)
-    if name in words:
-        return info
-
-    def empty() -> None:
-        """Do nothing: the placeholder for a command that is listed but not called."""
-
-    empty.__doc__ = getattr(info.callback, "__doc__", None)
-    other = copy.copy(info)
-    other.name, other.callback = name, empty
-    return other
-
-
 def _call(argv: Sequence[str] | None) -> int:
     try:
-        words = sys.argv[1:] if argv is None else argv
-        names = {*_names(app)}
-        called = names if "_DDPTRAIN_COMPLETE" in os.environ else names & {*words}  # TAB needs the options of each
-        command_tree(app, frozenset(called))(args=words, prog_name=PROGRAM)
+        get_command(app)(args=sys.argv[1:] if argv is None else argv, prog_name=PROGRAM)
     except SystemExit as leaving:
         return _exit_code(leaving)
     except KeyboardInterrupt:
@@ -193,7 +142,7 @@ def _call(argv: Sequence[str] | None) -> int:
         return error.exit_code
     except Exception as error:  # a full disk, or a bug: the user gets one line and an exit code
         if isinstance(error, OSError) and error.errno in _FULL:
-            _say(f"error: {error.filename or 'standard output, or a file,'} can't be written: {error.strerror}")
+            say(f"error: {error.filename or 'standard output, or a file,'} can't be written: {error.strerror}")
             return ExitCode.CLUSTER
         if (limit := limit_error(error)) is not None:
             _report(limit)
@@ -208,14 +157,14 @@ def _exit_code(leaving: SystemExit) -> int:
         return _BROKEN_PIPE  # typer's 1 would mean that training failed
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or ExitCode.SUCCEEDED
-    _say(leaving.code)
+    say(leaving.code)
     return ExitCode.TRAINING_FAILED
 
 
 def _report(error: DdptrainError) -> None:
     """Write the message to stderr; each problem of a configuration has its own line."""
     for problem in error.problems if isinstance(error, ConfigError) else (error,):
-        _say(str(error) if isinstance(error, Interrupted) else f"error: {problem}")
+        say(str(error) if isinstance(error, Interrupted) else f"error: {problem}")
 
 
 def _wants_json(argv: Sequence[str]) -> bool:
@@ -234,7 +183,7 @@ def _report_bug(error: Exception) -> int:
     except OSError as refused:
         where = f"the details could not be written ({refused})"
         traceback.print_exception(error)
-    _say(f"internal error: {summary}; this is a bug of {PROGRAM}, {where}")
+    say(f"internal error: {summary}; this is a bug of {PROGRAM}, {where}")
     return ExitCode.INTERNAL
 
 
@@ -263,8 +212,3 @@ def _crash_dir() -> Path | None:
         if os.access(folder, os.W_OK):
             return folder
     return None
-
-
-def _say(text: object) -> None:
-    with suppress(OSError, ValueError):  # stderr is closed: only the exit code remains
-        say(f"{PROGRAM}: {text}")

@@ -1,4 +1,4 @@
-"""The options that several commands share; those for fields of the configuration are checked like the file."""
+"""The arguments and options that several commands share; those for fields are checked like the file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from ddptrain.cli import complete
+from ddptrain.cli.parser import MORE
 from ddptrain.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from ddptrain.results.lookup import RunView
+    from ddptrain.results.runs import NeededFiles
+    from ddptrain.results.runs import RunsDir as Runs
 
 Loaded = TypeVar("Loaded")
 DEFAULT_RUNS_DIR = "runs"
@@ -27,13 +33,37 @@ class OutputMode(StrEnum):
     JSON = "json"
 
 
+_RUN = typer.Argument(
+    metavar="RUN",
+    autocompletion=complete.runs,
+    help="A run's id, the start of one, latest, a directory, or a URL.",
+)
+Run = Annotated[str, _RUN]
+OptionalRun = Annotated[str | None, _RUN]
+RunNames = Annotated[list[str], _RUN]
+RunOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL",
+        autocompletion=complete.runs_or_models,
+        help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
+    ),
+]
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG",
+        autocompletion=complete.configurations,
+        help="YAML file, or the name of a shipped example, as petnames.",
+    ),
+]
 RanksOption = Annotated[int | None, typer.Option(help="Training processes (cluster.ranks).")]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|ADDRESS|FILE",
+        metavar="NAME",
         autocompletion=complete.clusters,
-        help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
+        help="A cluster that is up: its name, its scheduler's address, or a scheduler file.",
     ),
 ]
 RunsDirOption = Annotated[
@@ -56,7 +86,9 @@ ModelsDirOption = Annotated[
         "[default: models]",
     ),
 ]
-RunIdOption = Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")]
+RunIdOption = Annotated[
+    str | None, typer.Option(rich_help_panel=MORE, help="Name of the run directory; by default one is made.")
+]
 ResumeOption = Annotated[
     str | None,
     typer.Option(
@@ -66,7 +98,12 @@ ResumeOption = Annotated[
     ),
 ]
 AllowChangesOption = Annotated[
-    bool, typer.Option("--allow-changes", help="Resume although workload or parameters have changed.")
+    bool,
+    typer.Option(
+        "--allow-changes",
+        rich_help_panel=MORE,
+        help="Resume although workload or parameters have changed.",
+    ),
 ]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check configuration and cluster; print what would run, start nothing.")
@@ -74,6 +111,33 @@ DryRunOption = Annotated[
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
+AllRanksOption = Annotated[
+    bool,
+    typer.Option(
+        "--all-ranks",
+        rich_help_panel=MORE,
+        help="Show all lines of all ranks; by default, from 17 ranks on, those of rank 0 and what differs.",
+    ),
+]
+ReportOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=MORE,
+        help="Write a report at the end, also of a failure: FILE.md for pull requests, FILE.xml for JUnit; repeatable.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+OutputOption = Annotated[
+    OutputMode,
+    typer.Option(
+        metavar="MODE",
+        show_default=False,
+        rich_help_panel=MORE,
+        help="auto, live, plain or json; auto is live on a terminal, and plain lines elsewhere.",
+    ),
+]
+ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
 
 
 @dataclass
@@ -119,26 +183,10 @@ VerboseOption = Annotated[
         callback=log_to_stderr,
         is_eager=True,
         expose_value=False,
+        rich_help_panel=MORE,
         help="Log on stderr what ddptrain decides, and show all frames of tracebacks; also DDPTRAIN_LOG=debug.",
     ),
 ]
-AllRanksOption = Annotated[
-    bool,
-    typer.Option(
-        "--all-ranks",
-        help="Show all lines of all ranks; by default, from 17 ranks on, those of rank 0 and what differs.",
-    ),
-]
-ReportOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE.md|FILE.xml",
-        help="Write a report at the end, also of a failure: Markdown for pull requests, or JUnit XML; repeatable.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-OutputOption = Annotated[OutputMode, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
-ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
 
 
 def set_option(example: str) -> Any:
@@ -199,3 +247,17 @@ def _cluster_fields(cluster: str) -> list[str]:
         return [f"cluster.name={json.dumps(cluster)}"]
     cleared = [f"cluster.{other}=null" for other in ("name", *BACKEND_FIELDS) if other != "address"]
     return [*cleared, "cluster.kwargs={}", "cluster.backend=address", f"cluster.address={json.dumps(cluster)}"]
+
+
+def place_of(run: str) -> tuple[Runs, str]:
+    """Return the runs folder to search, and the name of the run."""
+    from ddptrain.results.runs import open_runs_dir, split_run
+
+    place, name = split_run(run, PLACES.runs)
+    return open_runs_dir(place), name
+
+
+def view_of(run: str, need: NeededFiles | None = None, checkpoint: str = "best") -> RunView:
+    """Return the run of that name, with a copy of the files that are needed if it is in a store. Raises RunNotFound."""
+    runs, name = place_of(run)
+    return runs.find(name) if need is None else runs.find(name, need, checkpoint=checkpoint)

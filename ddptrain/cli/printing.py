@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 from ddptrain.sanitize import sanitized
 
@@ -21,10 +22,11 @@ def write(lines: Iterable[str], *, colours: bool = False) -> None:
         sys.stdout.flush()
 
 
-def say(text: str) -> None:
-    """Print a message on stderr."""
+def say(text: object, *, raw: bool = False) -> None:
+    """Print a message on stderr, after the name of the command; `raw`: the lines of another process as they are."""
     if sys.stderr is not None:  # the command was started with its stderr closed
-        print(sanitized(text), file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # it is a full disk or a closed pipe: what the command does matters more
+            print(sanitized(str(text) if raw else f"ddptrain: {text}"), file=sys.stderr, flush=True)
 
 
 def print_json(data: object, indent: int | None = 2) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.models import CommandInfo
 
 from ddptrain.cli import options as opt
 from ddptrain.cli import torchrun
-from ddptrain.cli.examples import Command
+from ddptrain.cli.parser import Command
 from ddptrain.cli.printing import say
 from ddptrain.cli.train import TORCHRUN, reporting_of, start
 from ddptrain.errors import UsageError
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
 
 _RANKS = "cluster.ranks"
-# All arguments after the script belong to it, even if they look like our options.
-SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 
 
 class RunCommand(Command):
@@ -60,6 +59,11 @@ def run(
     """Run an unmodified torchrun script: on this machine, or on a running cluster.
 
     All options of torchrun are taken, too, such as --nproc-per-node, --nnodes, --max-restarts and --standalone.
+
+    Examples:
+        ddptrain run --ranks 4 train.py --lr 0.1
+        ddptrain run --standalone --nproc-per-node 4 --max-restarts 3 train.py --lr 0.1
+        ddptrain run --cluster gpus -m package.train
     """
     given: torchrun.TorchrunOptions = ctx.meta[TORCHRUN]
     runs_dir = opt.PLACES.runs_dir = runs_dir or opt.PLACES.runs_dir
@@ -71,7 +75,7 @@ def run(
             raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
         resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir))
         if ignored := given.ignored(ranks=ranks is not None, runs_dir=runs_dir is not None):
-            say(f"ddptrain: options of torchrun that have no use here and are ignored: {', '.join(ignored)}")
+            say(f"options of torchrun that have no use here and are ignored: {', '.join(ignored)}")
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(
@@ -84,7 +88,8 @@ def _load(
     data: dict[str, Any], overrides: list[str], given: torchrun.TorchrunOptions, options: dict[str, str]
 ) -> ResolvedConfig:
     """Load the configuration. --set has precedence over PET_* variables, and an option over --set."""
-    from ddptrain.config.load import COMMAND_LINE, load_mapping
+    from ddptrain.config.load import load_mapping
+    from ddptrain.config.workload_check import COMMAND_LINE
 
     def load(more: dict[str, str]) -> ResolvedConfig:
         of_mapping = partial(load_mapping, data, Path.cwd(), source=COMMAND_LINE)
@@ -99,5 +104,9 @@ def _load(
         return resolved
     ranks, notice = given.ranks(resolved.config.cluster)
     if notice:
-        say(f"ddptrain: {notice}")
+        say(notice)
     return load(ranks) if ranks else resolved
+
+
+# All arguments after the script belong to it, even if they look like our options.
+COMMAND = CommandInfo("run", cls=RunCommand, callback=run, context_settings={"allow_interspersed_args": False})

@@ -29,11 +29,15 @@ def sweep(
     ranks: Annotated[int | None, typer.Option(help="Ranks of each trial (sweep.ranks).")] = None,
     cluster: opt.ClusterOption = None,
     output: opt.OutputOption = opt.OutputMode.AUTO,
-) -> None:
+) -> int:
     """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
 
     Exit codes: 0 at least one trial is complete; 1 no trial is, or the same failure has happened three times; 75
     after SIGTERM, 130 after Ctrl-C: --resume goes on; others as of train.
+
+    Examples:
+        ddptrain sweep petnames-sweep --set sweep.trials=16
+        ddptrain sweep sweep.yaml --resume
     """
     from ddptrain.config.load import load_config
 
@@ -49,4 +53,4 @@ def sweep(
         config = last_source(opt.PLACES.runs, sweep_id)
     load = functools.partial(load_config, opt.local_config(config), sweeps=True)
     resolved = opt.checked(load, overrides or [], options)
-    raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))
+    return run_sweep(resolved, SweepOptions(sweep_id, resume, output.value))

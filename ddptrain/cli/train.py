@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli import complete
 from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import UsageError
@@ -28,14 +27,7 @@ TORCHRUN = "ddptrain.torchrun"  # the key of torchrun's options in the context o
 
 def train(
     ctx: typer.Context,
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG",
-            autocompletion=complete.configurations,
-            help="YAML file, or the name of a shipped example, as petnames.",
-        ),
-    ],
+    config: opt.Config,
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
@@ -50,7 +42,14 @@ def train(
     ready: opt.ReadyOption = False,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
-    """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run."""
+    """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run.
+
+    Examples:
+        ddptrain train petnames --ranks 2 --set params.epochs=3
+        ddptrain train train.yaml --cluster gpus --detach
+        ddptrain train train.yaml --resume auto
+        ddptrain train train.yaml --dry-run
+    """
     options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
     with reporting_of(config, report) as reporting:
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
@@ -90,7 +89,7 @@ def start(
         from ddptrain.driver.cluster_session import check_cluster
 
         check_workload(resolved)
-        start = check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
+        start = check_cluster(resolved.config.cluster, say)
         write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()
         return
@@ -113,7 +112,7 @@ def start(
         from ddptrain.notify.sender import missing_variables
 
         for problem in missing_variables(urls):
-            say(f"ddptrain: warning: notify.urls: {problem}")
+            say(f"warning: notify.urls: {problem}")
         observers.append(RunMessages(resolved, tells_end=True))
     raise typer.Exit(launch(resolved, replace(options, observers=observers)))
 
@@ -127,7 +126,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     place = [] if opt.PLACES.runs_dir is None else ["--runs-dir", opt.PLACES.runs_dir]
     begun = start_detached([command, "--output", "plain", *place, *typed])
     if isinstance(begun, EndedEarly):
-        say(begun.output.rstrip("\n"))
+        say(begun.output.rstrip("\n"), raw=True)
         return begun.exit_code
     if as_json:
         print_json({"event": "run_detached", **dataclasses.asdict(begun)}, indent=None)
@@ -139,7 +138,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         f"follow it with ddptrain watch {run}, stop it with ddptrain stop {run}",
     ]
     for line in [begun.reason] if begun.done else lines:
-        say(f"ddptrain: {line}")
+        say(line)
     write([begun.run_id])
     return 0
 

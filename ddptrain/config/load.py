@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ddptrain.config import function_signature as config_params
-from ddptrain.config import plugin_names
-from ddptrain.config.config_file import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
-from ddptrain.config.function_signature import check_params
-from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
+from ddptrain.config.config_file import decode, find_config, read_text
+from ddptrain.config.plugin_names import check_params, params_model
+from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import PrepareConfig, RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig, ClusterFile
 from ddptrain.config.sections.sweeping import SweepConfig, samples_of, values_of
 from ddptrain.config.types import default_name
 from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain
-from ddptrain.config.wording import KNOWN, describe_value, did_you_mean, dotted, nearest, shorten
+from ddptrain.config.wording import KNOWN, describe_value, did_you_mean, dotted, shorten
+from ddptrain.config.workload_check import code_problems
 from ddptrain.config.yaml_reader import MAX_DEPTH, Document, copied, read_yaml
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 from ddptrain.secret_rules import is_secret_name
 
 _LAUNCHED = "the configuration"
-COMMAND_LINE = "ddptrain run"  # the source of a script that has no configuration file
 _MOST_SAMPLES = 100  # of a field; each is checked with the model of the params
 
 
@@ -42,7 +38,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = (), *, sweeps: bo
     """
     path, document, problems = _read(source)
     problems += _override(document, overrides)
-    return resolve(_complete(_validate(document, path, problems, sweeps=sweeps), document, problems), path)
+    return _resolved(document, path, problems, sweeps=sweeps)
 
 
 def load_mapping(
@@ -55,7 +51,7 @@ def load_mapping(
     document = Document(source, copied(data))
     problems = _override(document, overrides)
     path = folder / "-"  # no such file exists; the name gives no name to the run
-    return resolve(_complete(_validate(document, path, problems), document, problems), path)
+    return _resolved(document, path, problems)
 
 
 def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -86,17 +82,10 @@ def load_data(data: bytes, name: str) -> Any:
     return document.data
 
 
-def place_in_file(path: Path, key: tuple[str, ...], value: object) -> str:
-    """Return the place of a key as FILE:LINE; the file alone if it has another value there, as with --set."""
-    name = shorten(str(path), 300)
-    try:
-        document, _ = read_yaml(read_text(path), name)
-    except ConfigError:
-        return name
-    present = document.data
-    for part in key:
-        present = present.get(part) if isinstance(present, dict) else None
-    return document.where(key) if present == value else name
+def _resolved(document: Document, path: Path, problems: list[Problem], *, sweeps: bool = False) -> ResolvedConfig:
+    config = _complete(_validate(document, path, problems, sweeps=sweeps), document, problems)
+    key = ("workload",) if config.script is None else ("workload", "script")
+    return resolve(config, path, document.where(key) if document.places else "")
 
 
 def _read(source: Path | str) -> tuple[Path, Document, list[Problem]]:
@@ -139,7 +128,13 @@ def _complete(config: Config | None, document: Document, problems: list[Problem]
 def _validate(document: Document, path: Path, problems: list[Problem], *, sweeps: bool = False) -> RunConfig | None:
     data = dict(document.data)
     workload = data.get("workload")
-    model = _params_model(workload, path, document, problems) if isinstance(workload, str) and workload else None
+    model = None
+    if isinstance(workload, str) and workload:
+        try:
+            model = params_model(workload)
+        except ConfigError as error:
+            message = f"{error.problems[0].message}, got {describe_value(workload)}"
+            problems.append(document.problem(("workload",), message, error.problems[0].hint))
     schema = Schema(RunConfig, model)
     if "name" not in data and isinstance(workload, str):
         data["name"] = default_name(workload, path.stem)
@@ -158,91 +153,9 @@ def _validate(document: Document, path: Path, problems: list[Problem], *, sweeps
     except ValidationError as error:
         problems += explain(error, document, schema)
         return None
-    problems += _script_problems(config, path, document)
-    if config.evaluate is not None:
-        _find_function("evaluate", config.evaluate, path, document, problems)
+    problems += code_problems(config, path, document)
     problems += sweep_problems(config, model, document)
     return config
-
-
-def _script_problems(config: RunConfig, path: Path, document: Document) -> list[Problem]:
-    """Return the problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
-    script = config.script.script if config.script is not None else None
-    if script is None:
-        return []
-    key = () if document.source == COMMAND_LINE else ("workload", "script")
-    shown = describe_value(script)
-    if script.endswith(".ipynb"):
-        message = f"expected a Python file, got the notebook {shown.removeprefix('the text ')}"
-        return [document.problem(key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
-    candidates = _candidates(script, path)
-    if any(_is_program(each) for each in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
-        return []
-    if any(each.is_dir() for each in candidates):
-        message = f"expected a Python file, got the folder {shown.removeprefix('the text ')}"
-        return [document.problem(key, message, "name the file in it; a folder is run only if it has a __main__.py")]
-    name = Path(script)
-    beside = [file.name for folder in _candidates(str(name.parent), path) for file in python_files(folder)]
-    match = nearest(name.name, beside[:MAX_NEIGHBOURS])
-    looked = " and ".join(dict.fromkeys(shorten(folder, 200) for folder in import_folders(path)))
-    hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
-    return [document.problem(key, f"there is no such file, got {shown}", hint)]
-
-
-def _candidates(name: str, path: Path) -> list[Path]:
-    return [Path(folder) / name for folder in import_folders(path)]
-
-
-def _is_program(path: Path) -> bool:
-    try:
-        return path.is_file() or (path / "__main__.py").is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _params_model(workload: str, path: Path, document: Document, problems: list[Problem]) -> type[BaseModel] | None:
-    try:
-        model = plugin_names.params_model(workload)
-        return model or _model_of_function(workload, path, document, problems)
-    except ConfigError as error:
-        for problem in error.problems:
-            message = f"{problem.message}, got {describe_value(workload)}"
-            problems.append(document.problem(("workload",), message, problem.hint))
-        return None
-
-
-def _model_of_function(
-    workload: str, path: Path, document: Document, problems: list[Problem]
-) -> type[BaseModel] | None:
-    """The model of the params, read from the source of the user's function; adds a problem if there is no function."""
-    target = plugin_names.workload_target(workload)
-    source = _find_function("workload", target, path, document, problems)
-    return config_params.params_model(source, target.partition(":")[2]) if source is not None else None
-
-
-def _find_function(
-    field: str, target: str, path: Path, document: Document, problems: list[Problem]
-) -> config_params.Found | None:
-    """Return the source with a function of the user; None if it is not found. Adds a problem if it surely is missing.
-
-    target: module:function, the value of a field.
-    """
-    module, _, name = target.partition(":")
-    source = config_params.find_source(module, [*import_folders(path), *sys.path])
-    if source is None:
-        return None
-    names = config_params.names_in(source)
-    if names is not None and (first := name.partition(".")[0]) not in names:
-        message = f"{shorten(str(source.path), 300)} has no {first}, got {describe_value(target)}"
-        match = nearest(first, names)
-        hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
-    elif config_params.is_module(source, name):
-        message = f"{name} is a module that {shorten(str(source.path), 300)} imports, not a function"
-        hint = f"name a function of {module}, as {module}:train"
-    else:
-        return source
-    problems.append(document.problem((field,), message, hint))
-    return None
 
 
 def _override(document: Document, overrides: Sequence[str]) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,6 +166,11 @@ def params_model(name: str) -> type[BaseModel] | None:
         return None
     module, _, attribute = BUILT_IN[name].params.partition(":")
     return cast("type[BaseModel]", getattr(import_module(module), attribute))
+
+
+def check_params(model: type[BaseModel], params: Mapping[str, object]) -> BaseModel:
+    """Return the params as their model; in strict mode a list may become a tuple. Raises pydantic's ValidationError."""
+    return model.model_validate_json(json.dumps(params), strict=True)
 
 
 def provider_class(name: str) -> type[Any]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from ddptrain.config import plugin_names
-from ddptrain.config.function_signature import check_params
+from ddptrain.config.plugin_names import check_params, params_model
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.config.yaml_reader import scalar
@@ -29,6 +28,7 @@ class ResolvedConfig:
     yaml_text: `recorded` as YAML, the content of config.yaml.
     secrets: the secret values, the longest first, which are removed from messages and events.
     import_folders: where user code is searched first: beside the YAML file, then in the working directory.
+    place: where the workload is named, as FILE:LINE; "" if no file names it.
     """
 
     config: RunConfig = field(repr=False)
@@ -37,6 +37,7 @@ class ResolvedConfig:
     yaml_text: str = field(repr=False)
     secrets: tuple[str, ...] = field(repr=False)
     import_folders: tuple[str, str]
+    place: str = ""
 
     @property
     def changes(self) -> str:
@@ -58,13 +59,13 @@ class ResolvedConfig:
         return self.config.retrain
 
 
-def resolve(config: RunConfig, path: Path) -> ResolvedConfig:
+def resolve(config: RunConfig, path: Path, place: str = "") -> ResolvedConfig:
     """Fill in the defaults, remove the secrets and serialize the configuration of the file `path`."""
     complete = config.model_dump()
     urls = config.notify.literal_urls
     recorded = hide_known(hide_secrets({**complete, "params": _params(config)}), urls)
     secrets = tuple(sorted({*known_secrets(complete), *urls}, key=len, reverse=True))
-    return ResolvedConfig(config, path, recorded, dump_yaml(recorded), secrets, import_folders(path))
+    return ResolvedConfig(config, path, recorded, dump_yaml(recorded), secrets, import_folders(path), place)
 
 
 def import_folders(path: Path) -> tuple[str, str]:
@@ -74,7 +75,7 @@ def import_folders(path: Path) -> tuple[str, str]:
 
 def _params(config: RunConfig, *, exclude_defaults: bool = False) -> dict[str, Any]:
     """Return the params, with or without those that have the default of the workload's model."""
-    model = plugin_names.params_model(config.workload) if isinstance(config.workload, str) else None
+    model = params_model(config.workload) if isinstance(config.workload, str) else None
     if model is None:
         return dict(config.params)
     return check_params(model, config.params).model_dump(mode="json", exclude_defaults=exclude_defaults)

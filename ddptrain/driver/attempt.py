@@ -39,7 +39,7 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines, events
-from ddptrain.protocol.commands import OF_SIGNALS, Command
+from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command
 from ddptrain.protocol.news import News, RankExit, RankNews, describe_status
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.errors import UnsafePath
@@ -74,7 +74,7 @@ class Attempt:
     faults: without mere consequences of a signal or a notice. signals: the number of signals to the driver; signum:
     the last of them. notice: why the ranks must save and end. loss: why the run directory cannot be written.
     transfers: checkpoints and files on their way into the run directory. running: ranks that are not over.
-    All deadlines are monotonic seconds, None: not set.
+    All deadlines are monotonic seconds, infinite if they are not set.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Attempt:
         self.leaving = False
         self.transfers = 0
         self.running = len(self.ranks)
-        self.settle_until: float | None = None  # end of the wait for an earlier fault
-        self.preempt_until: float | None = None  # when ranks must have saved
-        self.stop_until: float | None = None  # when stopped ranks are given up
-        self.spare_until: float | None = None  # when also the rank that failed is stopped
+        self.settle_until = math.inf  # end of the wait for an earlier fault
+        self.preempt_until = math.inf  # when ranks must have saved
+        self.stop_until = math.inf  # when stopped ranks are given up
+        self.spare_until = math.inf  # when also the rank that failed is stopped
         self._now, self._time_ns = now
         self._inquiry = Inquiry()
         self._stacks: list[tuple[int, events.FileSaved]] = []  # stored only if the inquiry finds a fault
@@ -121,7 +121,7 @@ class Attempt:
         """What the attempt does; it never goes back."""
         if self.running == 0:
             return Phase.OVER
-        if self.stop_until is not None:
+        if self.stopping:
             return Phase.STOPPING
         if self.faults:
             return Phase.SETTLING
@@ -135,18 +135,17 @@ class Attempt:
     @property
     def stopping(self) -> bool:
         """Whether the ranks are being stopped, or have been."""
-        return self.stop_until is not None
+        return self.stop_until < math.inf
 
     @property
     def ordered(self) -> bool:
         """Whether the ranks end because of a signal or a notice."""
         return self.signum is not None or self.notice is not None
 
-    def due(self) -> float | None:
-        """Return the next deadline in monotonic seconds, or None. An inquiry in progress suspends settle_until."""
-        waits = self._inquiry.until if self._inquiry.under_way else self.settle_until
-        ends = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
-        return min((until for until in ends if until is not None), default=None)
+    def due(self) -> float:
+        """Return the next deadline in monotonic seconds. An inquiry in progress suspends settle_until."""
+        waits = math.inf if self.stopping else self._inquiry.until if self._inquiry.under_way else self.settle_until
+        return min(waits, self.spare_until, self.preempt_until, self.stop_until)
 
     def cause(self) -> Fault | None:
         """Return the root cause of the faults so far; None without a fault."""
@@ -282,8 +281,8 @@ class Attempt:
                     self._on_event(rank, event)
                     self.recorder.rank_event(rank, event)
                     self._check_finite(rank, event)
-        if error and not self.ranks[rank].over and not self.stopping:
-            self._lose(rank, f"its output could not be read: {error}")
+        if error and not self.stopping:
+            self._give_up(rank, f"its output could not be read: {error}")
         if ended is not None:
             self._on_exit(rank, ended)
 
@@ -396,12 +395,9 @@ class Attempt:
 
     def _give_up(self, number: int, text: str, kind: FaultKind = FaultKind.INFRASTRUCTURE) -> None:
         """Mark a rank as lost after the rest of its files has been read: it will send no more notices."""
-        if not self.ranks[number].over:
-            self._take(number, self.output.rest(number))
-            self._lose(number, text, kind)
-
-    def _lose(self, number: int, text: str, kind: FaultKind = FaultKind.INFRASTRUCTURE) -> None:
         rank = self.ranks[number]
+        if not rank.over:
+            self._take(number, self.output.rest(number))
         if rank.over:
             return
         rank.lost = True
@@ -441,7 +437,7 @@ class Attempt:
         name, specs = signal.Signals(signum).name, [rank.spec for rank in self.ranks if rank.entered and not rank.over]
         if specs:
             self.recorder.notice(f"{was_sent(signum)}: the ranks get it, too")
-            self.workers.tell(specs, Command.USER_1)
+            self.workers.tell(specs, FORWARDED[signum])
         else:
             self.recorder.warn(f"{was_sent(signum)}, and no rank is in the workload: {name} has no effect")
 
@@ -476,7 +472,7 @@ class Attempt:
         self.recorder.status(f"stopping: {status} (again: at once)", announced=True)
         command = OF_SIGNALS.get(signum, Command.PREEMPT) if self.is_script else Command.PREEMPT
         self.workers.tell(self._alive(), command)
-        self.preempt_until = self._earlier("preempt", None, self._now + deadlines.preempt_s(first))
+        self.preempt_until = self._earlier("preempt", math.inf, self._now + deadlines.preempt_s(first))
 
     def _alive(self) -> list[RankSpec]:
         return [rank.spec for rank in self.ranks if not rank.over]
@@ -501,9 +497,9 @@ class Attempt:
         if stopped:
             self.workers.stop(stopped, grace_s)
 
-    def _earlier(self, name: str, before: float | None, until: float) -> float:
+    def _earlier(self, name: str, before: float, until: float) -> float:
         """Return the earlier one of two deadlines, and log a new one."""
-        if before is not None and before <= until:
+        if before <= until:
             return before
         _log.info("deadline set", deadline=name, in_s=until - self._now)
         return until
@@ -567,32 +563,28 @@ class Attempt:
             self._stop(deadlines.hung_s(self.ranks[0].spec))
 
     def _check_deadlines(self) -> None:
-        if self._is_due(self.settle_until) and not self._inquiry.under_way:
-            self.settle_until = None
+        if self._now >= self.settle_until and not self._inquiry.under_way:
+            self.settle_until = math.inf
             if not self.stopping:
                 self.recorder.status("stopping the other ranks")
                 self._stop(self.grace_s, spare_failed=True)
                 self.spare_until = self._now + deadlines.CLEAN_UP_S
-        if self._is_due(self.preempt_until):
-            self.preempt_until = None
+        if self._now >= self.preempt_until:
+            self.preempt_until = math.inf
             if not self.stopping:
                 if not all(rank.well for rank in self.ranks if not rank.over):  # else only trackers work
                     missed = "end" if self.is_script else "call ctx.checkpoint()"
                     self.recorder.warn(f"the ranks did not {missed} in time: they are stopped")
                 self._stop(deadlines.PREEMPT_STOP_S)
-        if self._is_due(self.spare_until):
-            self.spare_until = None
+        if self._now >= self.spare_until:
+            self.spare_until = math.inf
             if (cause := self.cause()) is not None:
-                self.recorder.show_cause(
-                    cause, describe_fault(cause, self.ranks)
-                )  # the end of the run, which names it, is not near
+                # The end of the run, which names it, is not near.
+                self.recorder.show_cause(cause, describe_fault(cause, self.ranks))
             self._stop(self.grace_s)
-        if self._is_due(self.stop_until):
+        if self._now >= self.stop_until:
             for rank in self.ranks:
                 self._give_up(rank.spec.rank, "it did not end")
-
-    def _is_due(self, until: float | None) -> bool:
-        return self._now >= (math.inf if until is None else until)
 
 
 def _ends_itself(status: int) -> bool:
@@ -664,10 +656,8 @@ class AttemptLoop:
     def _handle_next(self) -> None:
         if self.inbox.empty():
             self.recorder.flush()
-        due = self.attempt.due()
-        timeout_s = _TICK_S if due is None else min(_TICK_S, max(0.0, due - time.monotonic()))
         try:
-            message = self.inbox.get(timeout=timeout_s)
+            message = self.inbox.get(timeout=min(_TICK_S, max(0.0, self.attempt.due() - time.monotonic())))
         except queue.Empty:
             return
         if not isinstance(message, inbox.WorkerLost):
@@ -686,7 +676,7 @@ class AttemptLoop:
         """
         at, due, is_empty = time.monotonic(), self.attempt.due(), self.inbox.empty()
         tick_at = self._ticked_at + max(_MIN_TICK_S if is_empty else _TICK_S, self._tick_s)
-        if at < tick_at and (due is None or at < due):
+        if at < min(tick_at, due):
             return
         self._ticked_at = at
         self.recorder.flush()

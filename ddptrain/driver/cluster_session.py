@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -116,19 +115,6 @@ def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> Local
             "cluster.gpus to 0 to train on the CPU"
         )
     return LocalResources(ranks, present[: ranks if wanted else 0])
-
-
-def resource_warnings(resources: LocalResources, cores: int) -> list[str]:
-    """Return warnings about resources that may be too small for the run."""
-    return [warning for warning in (crowding(resources, cores), file_limit()) if warning]
-
-
-def file_limit() -> str:
-    """Return a warning about a limit on the size of files, which checkpoints and logs may reach, or ""."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"files may have at most {limit:,} bytes (ulimit -f): larger logs and checkpoints fail; raise the limit"
 
 
 def crowding(resources: LocalResources, cores: int) -> str:

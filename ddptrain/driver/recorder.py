@@ -8,12 +8,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
-from ddptrain.config.wording import nearest, shorten
+from ddptrain.config.wording import listed, nearest, shorten
 from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.observers import RunObserver
@@ -275,9 +274,8 @@ class Recorder:
         if (slow := self._slow_ranks.after(rank, step)) is None:
             return
         self._is_slow_shown = True
-        where = attempt.ranks[slow.rank]
-        times = round(slow.own_s, 6), round(slow.others_s, 6)
-        entry = SlowRankRecord(attempt.attempt, slow.rank, where.host, where.gpu, *times, slow.computes, utc_now())
+        host, gpu, number = attempt.ranks[slow.rank].host, attempt.ranks[slow.rank].gpu, attempt.attempt
+        entry = dataclasses.replace(slow, attempt=number, host=host, gpu=gpu, found_at=utc_now())
         self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, entry))
         self.event("slow_rank", **dataclasses.asdict(entry))
         self.warn(entry.description)
@@ -306,7 +304,7 @@ def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Co
     name = shorten(metric)
     return (
         f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
-        f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
+        f"the best so far. Given to ctx.checkpoint: {_listed(saved.metrics)}; logged with ctx.log: {_listed(logged)}. "
         + (f"Did you mean {shorten(match)}? " if match else "")
         + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to another one, or to null'
     )
@@ -321,9 +319,8 @@ def other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return f"the run was trained with {had} so far and continues with {has}: results may differ"
 
 
-def _names(names: Collection[str]) -> str:
-    listed = ", ".join(shorten(name, 60) for name in sorted(names)[:_MOST_NAMES])
-    return (listed + (f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")) or "none"
+def _listed(names: Collection[str]) -> str:
+    return listed(sorted(names), _MOST_NAMES, 60) or "none"
 
 
 def _fields(event: events.Event) -> dict[str, Any]:
@@ -340,27 +337,14 @@ _MIN_SHARE = 0.2  # of a step
 _LONGER = 1.1  # times the median of the other ranks
 
 
-@dataclass(frozen=True, slots=True)
-class SlowRank:
-    """A slow rank: seconds of its own work in a step, and the median of the other ranks.
-
-    computes: its forward and backward passes take longer, too.
-    """
-
-    rank: int
-    own_s: float
-    others_s: float
-    computes: bool
-
-
 class SlowRanks:
     """The last measured steps of all ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._steps: list[deque[StepTimes]] = [deque(maxlen=STEPS) for _ in range(world_size)]
 
-    def after(self, rank: int, step: StepTimes) -> SlowRank | None:
-        """Return the slow rank after another step of a rank; None if there is none."""
+    def after(self, rank: int, step: StepTimes) -> SlowRankRecord | None:
+        """Return the slow rank after another step of a rank, without its place; None if there is none."""
         self._steps[rank].append(step)
         if any(len(steps) < STEPS for steps in self._steps):
             return None
@@ -373,4 +357,5 @@ class SlowRanks:
         own = [median(step.step_s - step.waited_s for step in steps) for steps in self._steps]
         compute = [median(step.compute_s for step in steps) for steps in self._steps]
         computes = compute[slow] > _LONGER * median(compute[each] for each in others)
-        return SlowRank(slow, own[slow], median(own[each] for each in others), computes)
+        times = round(own[slow], 6), round(median(own[each] for each in others), 6)
+        return SlowRankRecord(rank=slow, own_s=times[0], median_s=times[1], computes=computes)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.function_signature import default_params
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
@@ -147,25 +145,11 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
         return
     flat_before = dict(_flat({key: before.get(key) for key in _COMPARED} if isinstance(before, dict) else {}))
     flat_now = dict(_flat({key: resolved.recorded[key] for key in _COMPARED}))
-    defaults = _defaults(resolved)
     for key in [*flat_now, *(key for key in flat_before if key not in flat_now)]:
         old, new = flat_before.get(key), flat_now.get(key)
         if old != new and not (key == f"params.{PARAM}" and same_model(old, new)):
-            yield f"{key} {_value_text(key, flat_before, defaults)} (now {_value_text(key, flat_now, defaults)})"
-
-
-def _defaults(resolved: ResolvedConfig) -> dict[str, Any]:
-    """Return the defaults of the workload's params, as far as they are known: "params.epochs" -> 20."""
-    workload = resolved.config.workload
-    if not isinstance(workload, str):
-        return {}
-    return dict(_flat({"params": default_params(workload, [*resolved.import_folders, *sys.path])}))
-
-
-def _value_text(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    if key in given:
-        return shorten(str(given[key]), 40)
-    return f"{shorten(str(defaults[key]), 40)}, its default" if key in defaults else "not given"
+            texts = (shorten(str(flat[key]), 40) if key in flat else "not given" for flat in (flat_before, flat_now))
+            yield "{} {} (now {})".format(key, *texts)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
+from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display, summary
@@ -131,7 +131,6 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         if choice is not None:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
         writer.save_git_diff()
-        upload.begin()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
         return Run(resolved, options, choice, machine, writer, upload, inputs, inbox, signals).run()
@@ -199,7 +198,7 @@ class Run:
             if shared is None
             else shared.cluster
         )
-        self.upload.listen(self.recorder.warn, self._abort)
+        self.upload.begin(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
 
     def _display(self) -> RunObserver:
@@ -277,7 +276,7 @@ class Run:
             self.recorder.show(self.choice.reason)
         if self.machine is not None:
             self.recorder.ranks(self.machine.ranks, self.log_sizes)
-            for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
+            if warning := crowding(self.machine, usable_cores()):
                 self.recorder.show(warning, "warning")
             self.recorder.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:
@@ -312,7 +311,7 @@ class Run:
             tracking.go_on_from(checkpoint)
             with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
                 built = specs.build(number, places, checkpoint)
-            workers.give(built)
+            workers.give(built, places)
             self._record_start(checkpoint, len(places))
             end = self._attempt(built, places, workers, policy)
             run_end = judge_attempt(end, self.writer)

@@ -15,7 +15,6 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +28,7 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
-from ddptrain.errors import ClusterError
+from ddptrain.errors import ClusterError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
@@ -45,6 +44,7 @@ _AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
 _POLL_S = 0.2
+_CALLS = 8  # at a time: each is a connection of its own to the scheduler
 _log = Log(__name__)
 _worker_log = Log("ddptrain.worker")  # what workers have decided
 _LARGEST_GRAPH = "1 GiB"  # Dask advises against 10 MB, which are the specs of some thousand ranks
@@ -219,42 +219,54 @@ class Workers:
             self.forget(str(message.get("worker")))  # at once: threads that wait for its answer must not wait longer
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
-    def give(self, specs: Sequence[RankSpec]) -> None:
-        """Send the specs of an attempt, in the order of ranks, to all its workers. Does not wait.
+    def give(self, specs: Sequence[RankSpec], places: Sequence[RankPlace]) -> None:
+        """Send the specs of an attempt to the workers of their ranks. Does not wait.
 
         They are not part of the ranks' tasks, because the scheduler keeps tasks and shows them to all of its clients.
         """
-        data = zlib.compress(json.dumps([spec.to_json() for spec in specs]).encode(), level=1)  # specs are much alike
-        run = self.client.run(
-            driver_calls.give_specs,
-            self.run_id,
-            specs[0].attempt,
-            data,
-            workers=sorted(self._workers),
-            asynchronous=True,
-            on_error="return",
-        )
-        send(self.client, run)
+        by_worker: dict[str, list[RankSpec]] = {}
+        for spec, place in zip(specs, places, strict=True):
+            by_worker.setdefault(place.slot.worker, []).append(spec)
+        send(self.client, self._give(by_worker))
+
+    async def _give(self, by_worker: Mapping[str, Sequence[RankSpec]]) -> None:
+        slots_of_call = asyncio.Semaphore(_CALLS)
+
+        async def give(worker: str, specs: Sequence[RankSpec]) -> None:
+            texts = json.dumps({spec.rank: spec.to_json() for spec in specs})
+            data = zlib.compress(texts.encode(), level=1)  # specs are much alike
+            try:
+                async with slots_of_call:
+                    arguments = self.run_id, specs[0].attempt, data
+                    await self.client.run(driver_calls.give_specs, *arguments, workers=[worker], asynchronous=True)
+            except Exception as error:  # of the worker, or of the connection to it
+                await asyncio.sleep(_LOSS_S)
+                text = f"its worker {worker} did not take its spec: {one_line(error)}"
+                for spec in specs if self.has(worker) else ():  # a lost worker has a message of its own
+                    self.inbox.put(TaskFailed(spec.attempt, spec.rank, text))
+
+        await asyncio.gather(*(give(worker, group) for worker, group in by_worker.items()))
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
-        """Start these ranks in their slots, by one task for each worker."""
+        """Start these ranks in their slots, by one Dask task for each worker, all of them in one message.
+
+        Client.submit would cost the driver eight times as much, and the scheduler would read one graph after another.
+        """
         by_worker: dict[str, list[RankSpec]] = {}
         for spec, slot in zip(specs, chosen, strict=True):
             by_worker.setdefault(slot.worker, []).append(spec)
             _log.info("rank ordered", rank=spec.rank, worker=slot.worker, slot=slot.index, port=spec.group.master_port)
         counted = {slot.worker for slot in chosen if slot.counted}
-        tasks = [
-            WorkerTask(
-                group[0].key,
-                worker,
-                rank_task.Order(
-                    self.run_id, group[0].attempt, [spec.rank for spec in group], group[0].group.master_port
-                ),
-                {SLOT_RESOURCE: len(group)} if worker in counted else {},
-            )
-            for worker, group in by_worker.items()
-        ]
-        futures = submit_tasks(self.client, rank_task.run_ranks, tasks)
+        layers = {}
+        for worker, group in by_worker.items():
+            first = group[0]
+            order = rank_task.Order(self.run_id, first.attempt, [spec.rank for spec in group], first.group.master_port)
+            annotations: dict[str, Any] = {"workers": [worker], "allow_other_workers": False}
+            annotations |= {"resources": {SLOT_RESOURCE: len(group)}} if worker in counted else {}
+            layers[first.key] = MaterializedLayer({first.key: (rank_task.run_ranks, order)}, annotations=annotations)
+        graph = HighLevelGraph(layers, {key: set() for key in layers})
+        with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGEST_GRAPH}):
+            futures: list[Future[None]] = self.client.get(graph, list(layers), sync=False)
         for group, future in zip(by_worker.values(), futures, strict=True):
             self.futures.update((spec.rank, future) for spec in group)
             future.add_done_callback(partial(self._on_done, group))
@@ -485,29 +497,3 @@ def send(client: Client, question: Question) -> concurrent.futures.Future[Any]:
     """Send the question without waiting for the answer."""
     loop: Any = client.loop  # tornado's, around asyncio's
     return asyncio.run_coroutine_threadsafe(question, loop.asyncio_loop)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerTask:
-    """A call of a function with one argument on one worker; `resources`: the Dask resources that it needs."""
-
-    key: str
-    worker: str
-    argument: Any
-    resources: dict[str, int]
-
-
-def submit_tasks(client: Client, function: Callable[[Any], object], tasks: Sequence[WorkerTask]) -> list[Future[None]]:
-    """Submit the tasks in one message, and return their futures in that order.
-
-    Client.submit would cost the driver eight times as much, and the scheduler would read one graph after another.
-    """
-    layers = {}
-    for task in tasks:
-        annotations: dict[str, Any] = {"workers": [task.worker], "allow_other_workers": False}
-        annotations |= {"resources": task.resources} if task.resources else {}
-        layers[task.key] = MaterializedLayer({task.key: (function, task.argument)}, annotations=annotations)
-    graph = HighLevelGraph(layers, {key: set() for key in layers})
-    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGEST_GRAPH}):
-        futures: list[Future[None]] = client.get(graph, list(layers), sync=False)
-    return futures

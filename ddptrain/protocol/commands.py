@@ -35,6 +35,8 @@ OF_SIGNALS: dict[int, Command] = {
     signal.SIGHUP: Command.HANG_UP,
     signal.SIGQUIT: Command.QUIT,
 }
+# Signals to the driver that end nothing: their handlers in the ranks are called.
+FORWARDED: dict[int, Command] = {signal.SIGUSR1: Command.USER_1}
 _FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
 _MAX_LINE_BYTES = 4_096
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # of the thread itself

@@ -70,9 +70,8 @@ class RankExit:
     """The rank's process ended: `status` is its exit code, or minus the signal that killed it.
 
     timed_out: the process was aborted because a collective operation did not end. lost_peer: it was aborted because
-    another rank has ended. reason: "", or of a SIGKILL why the kernel sent it, a text that begins with "out of memory"
-    or "likely out of memory"; of a crash (SIGSEGV, SIGABRT and others) the C++ exception and the user's frame, if they
-    are known; of an exit code why the rank could not report its failure.
+    another rank has ended. reason: "" if unknown, else of a SIGKILL that it was out of memory; of a crash (SIGSEGV,
+    SIGABRT and others) the C++ exception and the user's frame; of an exit code why the rank has reported no failure.
     """
 
     pid: _Count

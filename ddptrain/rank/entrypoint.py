@@ -9,12 +9,12 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from ddptrain.config.plugin_names import takes_context
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import BaseModel, TypeAdapter, ValidationError
 
     from ddptrain.rank.context import RankContext
 
@@ -109,20 +109,35 @@ def _is_for_context(first: inspect.Parameter) -> bool:
 
 def _converted(parameters: list[inspect.Parameter], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the params, those with a type hint converted to it. Raises WrongParams."""
-    from pydantic import ValidationError
-
-    from ddptrain.config.function_signature import Parameter, check_params, describe, field_name, make_model
+    from pydantic import ConfigDict, Field, ValidationError, create_model
 
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    kinds = [_kind(each) for each in named]
-    expected = [Parameter(one.name, kind, one.default is not one.empty) for one, kind in zip(named, kinds, strict=True)]
-    model = make_model(expected, extra=any(each.kind is each.VAR_KEYWORD for each in parameters))
+    fields: dict[str, Any] = {}
+    typed = {}
+    for number, each in enumerate(named):  # the names are aliases, because no field may be named copy, or _x
+        kind, default = _kind(each), {} if each.default is each.empty else {"default": each.default}
+        fields[f"p{number}"] = (kind, Field(alias=each.name, **default))
+        if kind is not Any:
+            typed[each.name] = f"p{number}"
+    extra: Literal["allow", "forbid"] = (
+        "allow" if any(each.kind is each.VAR_KEYWORD for each in parameters) else "forbid"
+    )
+    model = create_model("Params", __config__=ConfigDict(extra=extra, strict=True), **fields)
     try:
-        checked = check_params(model, params)
+        checked = model.model_validate_json(json.dumps(params), strict=True)  # in JSON a list may become a tuple
     except ValidationError as error:
-        raise WrongParams(describe(error, params, model)) from None
-    typed = {each.name: field_name(number) for number, each in enumerate(expected) if each.type is not Any}
+        raise WrongParams(_describe(error, params, model)) from None
     return {name: getattr(checked, typed[name]) if name in typed else value for name, value in params.items()}
+
+
+def _describe(error: ValidationError, params: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
+    """Return what is wrong with the params, one line for each key, in the form of the configuration's errors."""
+    from ddptrain.config.run_config import RunConfig
+    from ddptrain.config.validation_errors import Schema, explain
+    from ddptrain.config.yaml_reader import Document
+
+    problems = explain(error, Document("", {"params": params}), Schema(RunConfig, model), ("params",))
+    return "\n".join(map(str, problems))
 
 
 def _kind(parameter: inspect.Parameter) -> Any:
@@ -157,8 +172,6 @@ def _built(model: Any, params: Mapping[str, Any]) -> Any:
     """Create the dataclass or pydantic model from the params. Raises WrongParams."""
     from pydantic import ValidationError
 
-    from ddptrain.config.function_signature import describe
-
     # The names first, because pydantic ignores unknown ones.
     _converted([each.replace(annotation=Any) for each in inspect.signature(model).parameters.values()], params)
     if (adapter := _adapter(model)) is None:
@@ -166,7 +179,7 @@ def _built(model: Any, params: Mapping[str, Any]) -> Any:
     try:
         return adapter.validate_json(json.dumps(params), strict=True)
     except ValidationError as error:
-        raise WrongParams(describe(error, params)) from None
+        raise WrongParams(_describe(error, params)) from None
 
 
 def as_json(value: Any) -> str:

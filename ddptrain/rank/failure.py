@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,8 @@ def lost_peer(error: BaseException) -> bool:
     An error of a backend or the store of torch.distributed counts whatever its message: this rank was in a collective.
     """
     known = [each for each in chain(error) if _is_from_torch(each)]
-    return any(is_lost_peer(message_of(each)) or _is_of_backend(each) for each in known) and not timed_out(error)
+    of_backend = any(cls.__name__ == "DistError" for each in known for cls in type(each).__mro__)  # DistBackendError
+    return (of_backend or any(is_lost_peer(message_of(each)) for each in known)) and not timed_out(error)
 
 
 def timed_out(error: BaseException) -> bool:
@@ -72,14 +74,11 @@ def _is_from_torch(error: BaseException) -> bool:
     return isinstance(error, RuntimeError)  # the base class of torch's DistError
 
 
-def _is_of_backend(error: BaseException) -> bool:
-    """Return whether an error is torch's DistError, for example DistBackendError of NCCL."""
-    return any(cls.__name__ == "DistError" for cls in type(error).__mro__)
-
-
 _PACKAGE = Path(__file__).parents[1]
-_LAUNCHER_FILES = ("rank_process.py", "lifecycle.py", "script.py", "entrypoint.py")
-_LAUNCHER = {"<frozen runpy>", *(str(_PACKAGE / "rank" / name) for name in _LAUNCHER_FILES)}
+_LAUNCHER = {
+    "<frozen runpy>",
+    *(str(_PACKAGE / "rank" / f"{name}.py") for name in ("lifecycle", "script", "entrypoint")),
+}
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
 _FILE = re.compile(r'  File "([^"\n]*)"')
 _FRAMES = re.compile(f"(?:{_FRAME})+")
@@ -113,20 +112,15 @@ def users_hook() -> Callable[..., object] | None:
 
 def shortened(trace: str) -> str:
     """Return the traceback with one line for each sequence of frames of torch, ddptrain or Python's import system."""
-    return _FRAMES.sub(lambda match: _shorten(match[0]), trace)
 
+    def shorten(frames: re.Match[str]) -> str:
+        runs = ((library, list(run)) for library, run in groupby(_ONE_FRAME.findall(frames[0]), _library))
+        return "".join(
+            f"  ... {counted(len(run), 'frame')} of {library} ...\n" if library else "".join(run)
+            for library, run in runs
+        )
 
-def _shorten(frames: str) -> str:
-    runs: list[tuple[str, list[str]]] = []
-    for frame in _ONE_FRAME.findall(frames):
-        library = _library(frame)
-        if runs and runs[-1][0] == library:
-            runs[-1][1].append(frame)
-        else:
-            runs.append((library, [frame]))
-    return "".join(
-        f"  ... {counted(len(run), 'frame')} of {library} ...\n" if library else "".join(run) for library, run in runs
-    )
+    return _FRAMES.sub(shorten, trace)
 
 
 def _library(frame: str) -> str:
@@ -153,20 +147,19 @@ _FROM_LOADER = re.compile(
     r"Caught (?P<type>\w+) in (?P<where>[^\n]+)\.\nOriginal (?P<trace>Traceback \(most recent call last\):\n.*)",
     re.DOTALL,
 )
-_FROM_SPAWN = re.compile(r"\s*-- (?P<where>Process \d+) terminated with the following error:\n(?P<trace>.*)", re.DOTALL)
-_END_OF_FRAMES = re.compile(r"^  [^\n]*\n(?=\S)", re.MULTILINE)
 _WRAPPER = re.compile(r"^[\w.]+: [\"']?Caught \w+ in ", re.MULTILINE)
 _LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
 
 
 def failure(error: BaseException, phase: str) -> events.Failure:
     """Return the event for an exception that ends the rank, with the current time."""
-    text, trace = _text(error), user_traceback(error)
+    text = message_of(error)
+    if len(error.args) == 1 and isinstance(error.args[0], str):  # str() of a KeyError would add quotes
+        text = error.args[0]
+    trace = user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
-    if (spawned := _FROM_SPAWN.match(text)) is not None:
-        return _event(*_from_spawn(spawned), trace, phase)
-    note = _first_member(error) or _ended_loader_workers(error) or _earlier(error, phase)
+    note = _ended_loader_workers(error) or _earlier(error, phase)
     message = message_of(error) if note or message_of(error).strip() else _raising_line(error)
     return _event(type(error).__qualname__, _with_note(message, note), trace, phase, error)
 
@@ -190,26 +183,10 @@ def handled_error() -> Exception | None:
     return error if isinstance(error, Exception) else None
 
 
-def _text(error: BaseException) -> str:
-    """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
-    return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
-
-
 def _raising_line(error: BaseException) -> str:
     """Return the line that raised an exception without a message, such as a failed assertion."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-
-
-def _first_member(error: BaseException) -> str:
-    """Return the first exception of a group as a note; Python's message of the group has only their number."""
-    first = error
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    if first is error:
-        return ""
-    text = one_line(message_of(first))
-    return clipped(f"the first is {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
 
 
 def _earlier(error: BaseException, phase: str) -> str:
@@ -252,14 +229,6 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
     frames = _WRAPPER.split(outer, maxsplit=1)[0]
     waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
     return _with_note(message, f"in {wrapped['where']}"), _LOADER_FRAMES.sub("", trace) + waiting
-
-
-def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
-    """Type and message of the exception in a process of torch.multiprocessing.spawn, from its traceback."""
-    *_, end = [0, *(match.end() for match in _END_OF_FRAMES.finditer(spawned["trace"]))]
-    last, line_end, rest = spawned["trace"][end:].strip().partition("\n")
-    kind, _, first = last.partition(": ")
-    return kind.rpartition(".")[2], _with_note(f"{first}{line_end}{rest}", f"in {spawned['where']} of mp.spawn")
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:

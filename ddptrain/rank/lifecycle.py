@@ -1,15 +1,30 @@
-"""The life of a rank: set up torch, join the process group, call the workload, obey commands, report how it ended."""
+"""The life of a rank: its process is set up, it joins the process group, calls the workload, and reports how it ended.
+
+`run_rank` runs in a fork of the rank server; `main` in a new process (a cold start).
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime as dt
+import faulthandler
+import gc
+import importlib
+import io
+import itertools
+import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
+import tempfile
+import threading
 import time
+import traceback
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import deadlines, events
-from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
+from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command, CommandReader
+from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
@@ -38,6 +54,72 @@ if TYPE_CHECKING:
 
 _EXIT_S = 1.0  # time for a finished rank to exit by itself
 _NEEDED_BY_FUNCTIONS = frozenset({"dask_pytorch_ddp", "pydantic", "pydantic_core", "safetensors"})
+_LASTING = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def read_spec(fd: int) -> RankSpec:
+    """Return the rank spec in the open file `fd`."""
+    with open(fd, encoding="utf-8", closefd=False) as file:
+        return RankSpec.from_json(file.read())
+
+
+def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, why_cold: str = "") -> int:
+    """Run the workload in this process. Return the exit code. Must be called once per process.
+
+    The driver's commands are read from `commands_fd`. `why_cold`: why this is a new process, which the user is told;
+    "" if it is a fork of the warm rank server.
+    """
+    process_control.name_process(f"ddptrain-rank{spec.rank}", f"ddptrain rank {spec.rank} of {spec.run_id}")
+    for fd in (1, 2):  # also for C libraries and child processes
+        os.dup2(log_fd, fd, inheritable=True)
+    faulthandler.enable(file=2)
+    emitter = Emitter(events_fd, os.path.realpath(f"/proc/self/fd/{events_fd}"))
+    if why_cold and spec.rank == 0:
+        emitter.note(f"ranks start cold, some seconds slower: {why_cold}")
+    _enter_environment(spec)
+    if not why_cold:
+        _forget_server()
+    newest = next(reversed(sys.modules))
+    rank = RankLifecycle(spec, emitter, CommandReader(commands_fd))
+    try:
+        code = rank.run()
+        rank.tracked.bound_exit(code)
+    finally:
+        _end_program(spec, newest)
+    return code
+
+
+def _forget_server() -> None:
+    """Give this fork its own random numbers and secrets; those of the server are equal in all ranks and runs.
+
+    The generators of GPUs are created and seeded later, in each rank.
+    """
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed(None)
+    torch.default_generator.seed()
+    if (sympy_random := sys.modules.get("sympy.core.random")) is not None:
+        sympy_random.rng.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None  # TMPDIR may be another
+
+
+def _enter_environment(spec: RankSpec) -> None:
+    """Give this process the environment, working directory and import path of the rank."""
+    os.environ.clear()
+    os.environ.update(spec.env)
+    os.chdir(spec.code.workdir)
+    # For a script, script.run() adds only the script's own folder, as the first entry.
+    entries = [*(spec.code.sys_path if not spec.code.script else ())]
+    if names_working_directory(spec.env) and spec.code.workdir not in entries:
+        entries.append(spec.code.workdir)
+    kept = [entry for entry in sys.path if entry not in entries]
+    sys.path[:] = [*kept, *entries] if spec.code.built_in else [*entries, *kept]
+    importlib.invalidate_caches()
+    sys.argv = [spec.code.workload]
+    time.tzset()
 
 
 class RankLifecycle:
@@ -71,8 +153,6 @@ class RankLifecycle:
             self._handle_commands()
             report_thread_failures(self.emitter)
             device = self._set_up_torch()
-            self._measure_steps()
-            self._emit_started(device)
             current_context.provide(lambda: self._get_context(device))
             if self.spec.code.is_script:
                 self._run_user_code(lambda: script.run(self.spec, self.tracked.begin))
@@ -96,47 +176,34 @@ class RankLifecycle:
     # --- set-up ---
 
     def _set_up_torch(self) -> torch.device:
+        """Set the device and the time limits, measure steps and waits, and report that the rank has started."""
         import torch
         from torch.distributed import distributed_c10d as c10d
 
-        from ddptrain.rank import loader
+        from ddptrain.rank import loader, steps
 
         loader.protect()
         torch.set_num_threads(self.spec.host.cpu_threads)
-        gpu, is_script = self.spec.host.gpu, self.spec.code.is_script
-        device = torch.device("cpu")
+        gpu, is_script, world_size = self.spec.host.gpu, self.spec.code.is_script, self.spec.placement.world_size
+        device, name = torch.device("cpu"), "cpu"
         if gpu is not None:
-            device = torch.device("cuda", self.spec.placement.local_rank if is_script else 0)
-        if is_script:
-            return device  # the script itself sets the time-out of collectives and initializes the device
-        # dispatch_with_ddp has no time-out argument, so the defaults of init_process_group are changed.
-        timeout = dt.timedelta(seconds=self.spec.group.timeout_s)
-        vars(c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
-        if gpu is not None:
-            if not torch.cuda.is_available():
-                raise RuntimeError(
-                    f"this rank was given GPU {gpu}, but torch sees none: check the driver and torch's build"
-                )
-            torch.cuda.set_device(device)
-        return device
-
-    def _measure_steps(self) -> None:
-        """Measure the steps: rank 0 sums up its waits; all ranks report steps of DDP, which shows a slow rank."""
-        from ddptrain.rank.steps import WaitingTime, measure_data, report_steps
-
+            device, name = torch.device("cuda", self.spec.placement.local_rank if is_script else 0), str(gpu)
+        if not is_script:  # a script itself sets the time limit, and initializes the device, because it may fork before
+            # dispatch_with_ddp has no time-out argument, so the defaults of init_process_group are changed.
+            timeout = dt.timedelta(seconds=self.spec.group.timeout_s)
+            vars(c10d).update(default_pg_timeout=timeout, default_pg_nccl_timeout=timeout)
+            if gpu is not None:
+                if not torch.cuda.is_available():
+                    raise RuntimeError(
+                        f"this rank was given GPU {gpu}, but torch sees none: check the driver and torch's build"
+                    )
+                torch.cuda.set_device(device)
+                name = torch.cuda.get_device_name(device)
         if self.spec.rank == 0:
-            self.waiting = WaitingTime(self.emitter)
-            measure_data(self.waiting)
-        if (world_size := self.spec.placement.world_size) > 1:
-            report_steps(self.emitter, world_size, self.waiting.first_step if self.waiting is not None else None)
-
-    def _emit_started(self, device: torch.device) -> None:
-        import torch
-
-        name = "cpu"
-        if device.type == "cuda":
-            # Reading the name initializes CUDA. A script must do that itself, because it may fork before.
-            name = str(self.spec.host.gpu) if self.spec.code.is_script else torch.cuda.get_device_name(device)
+            self.waiting = steps.WaitingTime(self.emitter)
+            steps.measure_data(self.waiting)
+        if world_size > 1:  # all ranks report steps of DDP, which shows a slow rank
+            steps.report_steps(self.emitter, world_size, self.waiting.first_step if self.waiting is not None else None)
         self.emitter.emit(
             events.Started(
                 time.time_ns(),
@@ -147,6 +214,7 @@ class RankLifecycle:
                 versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
             )
         )
+        return device
 
     def _get_context(self, device: torch.device) -> RankContext:
         """Return the rank's context, which is created at the first call."""
@@ -277,8 +345,7 @@ class RankLifecycle:
             return
         if not isinstance(stop.code, int):
             _print_to_log(f"{stop.code}\n")  # as Python does
-        recorded = self._read_error_file()
-        self._fail(dataclasses.replace(recorded or failures.bad_exit(stop, self.phase), exit_code=code))
+        self._fail(dataclasses.replace(self._read_error_file() or failures.bad_exit(stop, self.phase), exit_code=code))
 
     def _report_failure(self, error: BaseException) -> None:
         failures.add_search_path(error)
@@ -319,7 +386,8 @@ class RankLifecycle:
         on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         for signum, command in {signal.SIGTERM: Command.PREEMPT, **OF_SIGNALS}.items():
             on(command, partial(self._preempt, signum))
-        on(Command.USER_1, self._on_user_signal)
+        for signum, command in FORWARDED.items():
+            on(command, partial(self._on_user_signal, signum))
         on(Command.STOP, self._stop)
         on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
@@ -338,12 +406,12 @@ class RankLifecycle:
         if self._owns_sigterm():  # a forked child must end on SIGTERM, and not notify the driver for the rank
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _on_user_signal(self) -> None:
-        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
-            os.kill(os.getpid(), signal.SIGUSR1)
+    def _on_user_signal(self, signum: int) -> None:
+        if signal.getsignal(signum) != signal.SIG_DFL:
+            os.kill(os.getpid(), signum)
         elif self.spec.rank == 0:
-            text = "SIGUSR1 has no effect: the code has set no handler for it"
-            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
+            text = f"{signal.Signals(signum).name} has no effect: the code has set no handler for it"
+            self.emitter.note(text, "warning")
 
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
@@ -386,3 +454,81 @@ def _print_to_log(text: str) -> None:
     with contextlib.suppress(Exception):  # the user's code may have closed or replaced the stream
         sys.stderr.write(text)  # not print, which scripts replace so that only rank 0 prints
         sys.stderr.flush()
+
+
+# --- the end of the process ---
+
+
+def _end_program(spec: RankSpec, newest: str) -> None:
+    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank.
+
+    `newest` is the module that was imported last before the user's code.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does at exit
+        atexit._run_exitfuncs()  # noqa: SLF001
+    except BaseException:
+        traceback.print_exc()
+    _flush_files()  # before the garbage collector, which closes the buffer of a text file before the text is in it
+    _release_objects(spec, newest)
+    _flush_files()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # the script may have set it to None
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
+def _release_objects(spec: RankSpec, newest: str) -> None:
+    """Release the objects of the user's modules. Some complete their files only then, as those of zip and Parquet."""
+    names = _names_of_users_modules(spec, newest)
+    for name in names:
+        del sys.modules[name]
+    gc.collect()
+    # A signal handler may still refer to a module. Objects are released before what they may need: functions, modules.
+    frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]  # noqa: SLF001
+    running = {id(frame.f_globals) for frame in frames}  # of threads that do not end
+    for each in gc.get_objects():
+        if type(each) is dict and "__builtins__" in each and each.get("__name__") in names and id(each) not in running:
+            for name in [name for name, value in each.items() if not (name[:2] == "__" or isinstance(value, _LASTING))]:
+                each[name] = None
+    gc.collect()
+
+
+def _names_of_users_modules(spec: RankSpec, newest: str) -> set[str]:
+    script = getattr(sys.modules.get("__main__"), "__file__", None) if spec.code.is_script else None
+    folders = [*spec.code.sys_path, spec.code.workdir, *([os.path.dirname(script)] if script else [])]
+    inside = tuple(path + os.sep for folder in folders for path in (folder, os.path.realpath(folder)))
+    # Only modules that were imported since: to look into all would copy memory that the fork shares with the server.
+    new = itertools.takewhile(lambda name: name != newest, reversed(list(sys.modules)))
+    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in new}
+    names = {
+        name
+        for name, file in files.items()
+        if file.startswith(inside) and "site-packages" not in file and name.partition(".")[0] != "ddptrain"
+    }
+    return names | ({"__main__", "__mp_main__"} & sys.modules.keys() if spec.code.is_script else set())
+
+
+def _flush_files() -> None:
+    """Write the buffers of open files, as the interpreter does at exit: the user's code may have left files open."""
+    for each in gc.get_objects():
+        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):
+                each.flush()
+
+
+def main() -> None:
+    """Run a rank after a cold start.
+
+    Arguments: the descriptors of the spec, the log, the events and the commands, the server's pid, the reason.
+    """
+    spec_fd, log_fd, events_fd, commands_fd, server = (int(word) for word in sys.argv[1:6])
+    process_control.die_with_parent(server)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the worker ignores it, and a new process inherits that
+    code = 70
+    try:
+        code = run_rank(read_spec(spec_fd), log_fd, events_fd, commands_fd, why_cold=sys.argv[6])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -119,21 +118,16 @@ def shard_model(
 ) -> nn.Module:
     """Shard the parameters over the ranks, in place; all ranks must call it. All ranks start with rank 0's weights.
 
-    dtype: the type in the forward and backward pass; gradients are summed in float32. A model on the meta device is
-    initialized after it was sharded, by the `reset_parameters` of its layers.
+    dtype: the type in the forward and backward pass; gradients are summed in float32.
 
-    Raises ValueError if hosts have different numbers of ranks, or a layer on the meta device cannot initialize itself.
+    Raises ValueError if hosts have different numbers of ranks, or the model is on the meta device.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = _mesh(device, settings)
     classes = settings.get("shard") or ()
     blocks = layers_of(model, classes, "shard") if classes else repeated_blocks(model)
-    is_empty = any(parameter.is_meta for parameter in model.parameters())
-    if is_empty:
-        _check_initializers(model)
-    else:
-        _copy_from_rank_zero(model, device)
+    _copy_from_rank_zero(model, device)
     reduced = torch.float32 if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     for block in reversed(blocks):  # inner layers come before those that contain them
@@ -142,8 +136,6 @@ def shard_model(
     fully_shard(
         model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=reduced)
     )
-    if is_empty:
-        _initialize(model, device, mesh)
     return model.to(device)  # buffers
 
 
@@ -168,38 +160,11 @@ def _copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     from torch.distributed import broadcast
 
     for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            raise ValueError("the model is on the meta device, without weights: create it on the CPU")
         on_device = tensor.detach().to(device).contiguous()
         broadcast(on_device, 0)
         tensor.detach().copy_(on_device)
-
-
-def _check_initializers(model: nn.Module) -> None:
-    for name, layer in model.named_modules():
-        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in tensors) and not hasattr(layer, "reset_parameters"):
-            raise ValueError(
-                f"layer {name or type(layer).__name__!r} is on the meta device, and {type(layer).__name__} has no "
-                "method reset_parameters() that initializes it: add one, or create the model on the CPU"
-            )
-
-
-def _initialize(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
-    from torch.distributed import broadcast
-
-    model.to_empty(device=device)
-    seed = torch.tensor(torch.initial_seed() % (1 << 62), device=device)
-    broadcast(seed, 0)  # the same slice on two hosts must begin equal, and users seed ranks differently
-    forked = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=forked), warnings.catch_warnings():
-        # On the CPU, torch draws each rank's slices from its own generator: equal seeds would give equal slices.
-        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
-        torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
-        for layer in model.modules():
-            reset: Callable[[], None] | None = getattr(layer, "reset_parameters", None)
-            if reset is not None:
-                reset()
-    for buffer in model.buffers():
-        broadcast(buffer, 0)
 
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

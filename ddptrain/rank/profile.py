@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -27,8 +26,7 @@ class Profiles:
     """The profiles of a rank, one at a time: that of the configuration, and those of ctx.profile.
 
     The workload reports the number of each step. A profile of the steps a to b begins at the first report of a step >=
-    a - 1 and ends at the first report of a step >= b. Reports of threads other than the one that began to wait for the
-    steps are ignored. A failed profile does not end the training.
+    a - 1 and ends at the first report of a step >= b. A failed profile does not end the training.
     """
 
     def __init__(self, spec: RankSpec, device: torch.device, files: ArtifactFiles, emitter: Emitter) -> None:
@@ -37,7 +35,7 @@ class Profiles:
         self._wanted: StepProfile | None = None  # None while there is no profile, which costs no time
         self._profile: profile | None = None  # while it records
         self._step = -1  # the last reported step
-        self._began_after = self._last = self._thread = 0
+        self._began_after = self._last = 0
         if spec.profile is not None:
             self._watch(spec.profile)
 
@@ -59,12 +57,12 @@ class Profiles:
             names = ", ".join(map(str, missing[:10]))
             note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self._world_size - 1}")
         if wanted.includes(self._rank):
-            self._wanted, self._step, self._thread = wanted, -1, threading.get_ident()
+            self._wanted, self._step = wanted, -1
 
     def reported(self, step: int) -> None:
         """Handle the report that the workload has completed `step` (0: that it is about to begin)."""
         wanted = self._wanted
-        if wanted is None or step <= self._step or threading.get_ident() != self._thread:
+        if wanted is None or step <= self._step:
             return
         before, self._step = self._step, step
         try:
@@ -74,8 +72,7 @@ class Profiles:
             elif self._profile is not None:
                 self._save(wanted, self._profile)
             elif step >= wanted.last:
-                between = f"they are between two reports, of steps {before} and {step}; {HOW_TO_REPORT}"
-                self._end(wanted, between if before > 0 else f"the first report is of step {step}")
+                self._end(wanted, f"after step {max(before, 0)}, step {step} was reported; {HOW_TO_REPORT}")
             elif step >= wanted.first - 1:
                 self._begin(step)
         except Exception as error:  # the training continues, whatever torch.profiler raises
@@ -91,11 +88,9 @@ class Profiles:
                 self._end(wanted, "the rank has ended before", "info" if self._profile is not None else "")
             elif self._profile is not None and self._step > self._began_after:
                 self._save(wanted, self._profile)
-            elif self._step <= 0:
-                self._end(wanted, f"the workload has reported no step; {HOW_TO_REPORT}")
             else:
-                self._end(wanted, f"the last reported step is {self._step}")
-        except Exception as error:  # whatever torch.profiler raises, it must not replace the result of the rank
+                self._end(wanted, f"the last reported step is {max(self._step, 0)}; {HOW_TO_REPORT}")
+        except Exception as error:  # it must not replace the result of the rank
             self._fail(wanted, error)
 
     def _begin(self, step: int) -> None:
@@ -125,15 +120,9 @@ class Profiles:
             recorded.export_chrome_trace(str(raw))
             with raw.open("rb") as source, gzip.open(staged, "wb", _GZIP_LEVEL) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-                source.seek(-8, os.SEEK_END)
-                if not source.read().rstrip().endswith(b"}"):  # torch.profiler ignores a full disk
-                    raise OSError(f"the trace is cut off after {source.tell():,} bytes: is the disk full?")
-            self._files.announce(f"{folder}/rank-{self._rank}.pt.trace.json.gz", staged)
-        except BaseException:
-            staged.unlink(missing_ok=True)
-            raise
         finally:
             raw.unlink(missing_ok=True)
+        self._files.announce(f"{folder}/rank-{self._rank}.pt.trace.json.gz", staged)
         if self._rank == wanted.speaker:
             took_s = time.monotonic() - began
             note(self._emitter, f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
@@ -149,8 +138,9 @@ class Profiles:
             with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
                 failed.stop()
         self._end(wanted, "", level="")
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        note(self._emitter, f"{wanted} of rank {self._rank} were not recorded: {reason}")
+        note(
+            self._emitter, f"{wanted} of rank {self._rank} were not recorded: {type(error).__name__}: {one_line(error)}"
+        )
 
 
 def note(emitter: Emitter, text: str, level: str = "warning") -> None:

@@ -185,11 +185,11 @@ class RankServer:
 
     def _start_rank(self, child: Child) -> None:
         """Start a rank with a pipe for its commands: by a fork if this is equivalent to a fresh process."""
-        from ddptrain.rank import rank_process
+        from ddptrain.rank import lifecycle
 
         spec_fd, log_fd, events_fd = child.fds
         os.lseek(spec_fd, 0, os.SEEK_SET)
-        spec = rank_process.read_spec(spec_fd)
+        spec = lifecycle.read_spec(spec_fd)
         why_cold = self.why_cold
         wanted = exec_only(spec.env)
         names = (name for name in wanted.keys() | _READ_AT_START.keys() if wanted.get(name) != _READ_AT_START.get(name))
@@ -204,7 +204,7 @@ class RankServer:
                 child.how = f"cold: {why_cold}"
             else:
                 kept = log_fd, events_fd, read_end
-                child.pid = self._fork(lambda: rank_process.run_rank(spec, *kept), keep=kept, close=(write_end,))
+                child.pid = self._fork(lambda: lifecycle.run_rank(spec, *kept), keep=kept, close=(write_end,))
         except BaseException:
             os.close(write_end)
             raise
@@ -297,7 +297,7 @@ def _become_child(main: Callable[[], int], close: set[int], server: int) -> NoRe
 
 def _start_cold(env: Mapping[str, str], fds: tuple[int, int, int, int], why: str) -> int:
     child = subprocess.Popen(
-        [*python_command("ddptrain.rank.rank_process"), *map(str, fds), str(os.getpid()), why],
+        [*python_command("ddptrain.rank.lifecycle"), *map(str, fds), str(os.getpid()), why],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=fds[1],

@@ -19,7 +19,7 @@ _MODULES = (
     "safetensors.torch",
     "ddptrain.rank.context",
     "ddptrain.rank.loader",
-    "ddptrain.rank.rank_process",
+    "ddptrain.rank.lifecycle",
     "ddptrain.rank.steps",
 )
 

@@ -1,31 +1,24 @@
-"""Writes the metrics of runs in formats of other tools: tables in CSV files, TensorBoard's event files, MLflow."""
+"""Writes the metrics of runs for other tools: tables in CSV files, and the event files of TensorBoard."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from ddptrain.errors import ClusterError, UsageError, one_line
+from ddptrain.errors import UsageError
 from ddptrain.file_ops import atomic_file
 from ddptrain.optional_packages import require
-from ddptrain.redact import hide_credentials
 from ddptrain.results.compare import flat
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, MetricsReader, drop_replaced, read_series
 from ddptrain.results.recorded_config import params_of
-from ddptrain.results.run_record import RunStatus
 from ddptrain.results.selection import FIELDS, PARAMS, Field, RunFields
 from ddptrain.results.show.curves import mean_of
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 Row = Mapping[str, Any]
 Point = tuple[float, int, float]  # time, step, value
@@ -34,11 +27,6 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a cell tha
 _EVENTS = "events.out.tfevents.0000000000.ddptrain"  # always the same: a second export replaces the first one
 _LARGEST_STEP = 1 << 62
 _LARGEST_FLOAT32 = 3.4028235e38
-_RUN = "ddptrain.run_id"
-_STATUS = {RunStatus.SUCCEEDED: "FINISHED", RunStatus.FAILED: "FAILED", RunStatus.RUNNING: "RUNNING"}
-_NOT_IN_NAMES = re.compile(r"[^\w\-. /:]", re.ASCII)
-_LONGEST_NAME, _LONGEST_VALUE = 250, 6_000
-_MOST_PARAMS, _MOST_METRICS = 100, 1_000  # of one request
 
 
 @contextmanager
@@ -130,7 +118,7 @@ def _csv_cell(value: Any) -> Any:
     return f"'{plain}" if isinstance(plain, str) and plain.startswith(_FORMULA) else plain
 
 
-# --- TensorBoard and MLflow ---
+# --- TensorBoard ---
 
 
 def _points(series: AllSeries, metric: str) -> list[Point]:
@@ -191,73 +179,3 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
                 writer.write(event.SerializeToString())
             writer.flush()
     return paths
-
-
-def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
-    """Write runs into a folder, or to the tracking server at a URL; the experiment is the name of the run.
-
-    An earlier export of the same run is replaced. Returns the ids of the runs in MLflow.
-
-    Raises UsageError if mlflow is missing; ClusterError if MLflow refuses the data, or does not answer; ResultsError.
-    """
-    # By default, mlflow tries seven times for two minutes each before it reports that a server cannot be reached.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    require("mlflow", "mlflow", "choose --format csv")
-    from mlflow import MlflowClient
-
-    series = [read_series(view.layout.metrics_jsonl) for view in views]
-    try:
-        client = MlflowClient(output if "://" in output else Path(output).absolute().as_uri())
-        return [_to_mlflow(client, view, run_series) for view, run_series in zip(views, series, strict=True)]
-    except Exception as error:  # errors of mlflow, of its HTTP library, and of the disk
-        raise ClusterError(hide_credentials(f"cannot export to MLflow in {output}: {one_line(error)}")) from error
-
-
-def _to_mlflow(client: MlflowClient, view: RunView, series: AllSeries) -> str:
-    record, annotations = view.record, view.annotations
-    name = record.name or "ddptrain"
-    known = client.get_experiment_by_name(name)
-    experiment = str(known.experiment_id) if known is not None else str(client.create_experiment(name))
-    earlier = client.search_runs([experiment], f"tags.`{_RUN}` = '{view.run_id}'")
-    tags = {_RUN: view.run_id, "ddptrain.run_dir": view.layout.where, "ddptrain.workload": record.workload}
-    if record.git is not None:
-        tags["mlflow.source.git.commit"] = record.git.commit
-    tags |= {f"tag.{tag}": "true" for tag in annotations.tags if not _NOT_IN_NAMES.search(tag)}
-    if annotations.note:
-        tags["mlflow.note.content"] = _encodable(annotations.note)
-    began, ended = parse_time(record.started_at), parse_time(record.ended_at)
-    start_ms = None if began is None else int(began.timestamp() * 1000)
-    run_id: str = client.create_run(experiment, start_ms, tags, view.run_id).info.run_id
-    try:
-        _log_to_mlflow(client, run_id, view, series)
-    except BaseException:
-        with suppress(Exception):  # the first error matters, not that the server does not answer
-            client.delete_run(run_id)
-        raise
-    status = _STATUS.get(RunStatus(record.status), "KILLED") if record.status in set(RunStatus) else "KILLED"
-    if status != "RUNNING":
-        client.set_terminated(run_id, status, None if ended is None else int(ended.timestamp() * 1000))
-    for run in earlier:
-        client.delete_run(run.info.run_id)
-    return run_id
-
-
-def _log_to_mlflow(client: MlflowClient, run_id: str, view: RunView, series: AllSeries) -> None:
-    from mlflow.entities import Metric, Param
-
-    def named(name: str) -> str:
-        return _NOT_IN_NAMES.sub("_", name)[:_LONGEST_NAME]
-
-    values = {named(name): _encodable(str(value))[:_LONGEST_VALUE] for name, value in flat(params_of(view))}
-    params = [Param(name, value) for name, value in values.items()]
-    metrics = [
-        Metric(named(name), value, int(time_s * 1000), step)
-        for name in sorted({name for name, _ in series})
-        for time_s, step, value in _points(series, name)
-    ]
-    for at in range(0, len(params), _MOST_PARAMS):
-        client.log_batch(run_id, params=params[at : at + _MOST_PARAMS])
-    for at in range(0, len(metrics), _MOST_METRICS):
-        client.log_batch(run_id, metrics=metrics[at : at + _MOST_METRICS])

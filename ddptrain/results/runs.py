@@ -79,10 +79,7 @@ class NeededFiles(Enum):
 class NoUpload:
     """The upload of a run in a folder of this machine: nothing to do."""
 
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
+    def begin(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
         """Do nothing: there are no failures."""
 
     def flush(self, deadline_s: float) -> str:
@@ -518,7 +515,7 @@ def _download_working_folder(run: ObjectStore, uploads: Uploader, before: Claim 
         aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
         with results_errors(folder):
             file_ops.publish(folder, aside)
-        uploads.warn(f"{run.url} was continued by another host; the copy of this host is kept in {aside}")
+        uploads.notes.append(f"{run.url} was continued by another host; the copy of this host is kept in {aside}")
     _private(folder.parent)
     with results_errors(folder):
         folder.mkdir(mode=0o700)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.scheduler import slots
-from ddptrain.config.function_signature import default_params
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
@@ -134,8 +132,7 @@ class Sweep:
         def lost(error: DdptrainError) -> None:
             inbox.put(ResultsLost(error))
 
-        home.upload.listen(lambda text: self.display.notice(text, level="warning"), lost)
-        home.upload.begin()
+        home.upload.begin(lambda text: self.display.notice(text, level="warning"), lost)
         home.writer.keep_heartbeat(lost)
 
     def run(self) -> int:
@@ -494,14 +491,8 @@ def trial_config(
     for name, value in point.items():
         _set(data, name, value)
     if repeat:
-        data["params"]["seed"] = _first_seed(resolved) + repeat
+        data["params"]["seed"] = (resolved.recorded["params"].get("seed") or 0) + repeat
     return resolve(RunConfig.model_validate(data), resolved.path)
-
-
-def _first_seed(resolved: ResolvedConfig) -> int:
-    """Return params.seed, or its default in the workload's source; 0 for none."""
-    defaults = default_params(resolved.config.workload_name, [*resolved.import_folders, *sys.path])
-    return {**defaults, **resolved.recorded["params"]}.get("seed") or 0
 
 
 def _set(data: dict[str, Any], name: str, value: Any) -> None:

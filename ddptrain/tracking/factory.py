@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import os
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +18,7 @@ from ddptrain.config.plugin_names import TRACKERS, install_tracker, tracker_targ
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
-from ddptrain.tracking.items import Checkpoint, Image, Item, SharedFiles, Table, TempFolder
+from ddptrain.tracking.items import Checkpoint, Image, Item, SharedFiles, Table, link_or_copy
 from ddptrain.tracking.protocol import Facts, State, Tracker
 from ddptrain.tracking.tracker_thread import Emit, TrackerDefinition, TrackerThread
 
@@ -144,13 +146,11 @@ class TrackerManager:
     ) -> None:
         self._pid = os.getpid()
         self._strict = strict
-        self._threads = [TrackerThread(tracker, emit, limit=queue, strict=strict) for tracker in trackers]
-        self._temp = TempFolder(temp_folder)
+        self._temp_folder, self._kept = temp_folder, itertools.count()
         self.ended = False
         self._wait_lock = threading.Lock()
         self.unfinished: list[str] = []  # trackers that did not end in time
-        for thread in self._threads:
-            thread.start()
+        self._threads = [TrackerThread(tracker, emit, limit=queue, strict=strict) for tracker in trackers]
 
     @property
     def error(self) -> str:
@@ -172,7 +172,16 @@ class TrackerManager:
 
         `suffix` is that of the link, by default the suffix of the file.
         """
-        return self._temp.add(path, suffix)
+        self._temp_folder.mkdir(parents=True, exist_ok=True)
+        kept = self._temp_folder / f"{next(self._kept)}"
+        if path.is_dir():
+            kept.mkdir()
+            for file in path.iterdir():
+                link_or_copy(file, kept / file.name)
+        else:
+            kept = kept.with_suffix(suffix or path.suffix)
+            link_or_copy(path, kept)
+        return kept
 
     def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:
         """Pass an item to every tracker that takes it; its files, from keep(), are deleted after the last one."""
@@ -200,7 +209,7 @@ class TrackerManager:
         with self._wait_lock:  # called by the main thread, and by the thread that receives the command `stop`
             if not self.unfinished:
                 self.unfinished = [thread.name for thread in self._threads if not thread.join()]
-            self._temp.delete()
+            shutil.rmtree(self._temp_folder, ignore_errors=True)
 
     def _threads_for(self, kind: type[Item]) -> list[TrackerThread]:
         if self.ended or os.getpid() != self._pid:

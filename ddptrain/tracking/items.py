@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import threading
@@ -74,31 +73,6 @@ class SharedFiles:
         for path in self._paths:
             with suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-class TempFolder:
-    """The folder for the copies. It is deleted when the rank's trackers have ended."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._counter = itertools.count()
-
-    def add(self, path: Path, suffix: str = "") -> Path:
-        """Link a file (with this suffix, or its own), or each file of a folder; return the new path. Raises OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        added = self._folder / f"{next(self._counter)}"
-        if path.is_dir():
-            added.mkdir()
-            for file in path.iterdir():
-                link_or_copy(file, added / file.name)
-            return added
-        added = added.with_suffix(suffix or path.suffix)
-        link_or_copy(path, added)
-        return added
-
-    def delete(self) -> None:
-        """Delete the folder with everything in it. Never raises."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

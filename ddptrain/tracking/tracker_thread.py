@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -39,13 +40,9 @@ class TrackerThread:
     def __init__(self, definition: TrackerDefinition, emit: Emit, *, limit: int, strict: bool = False) -> None:
         self.name = definition.name
         self.error = ""  # the first error
-        self.dropped = 0
-        self._definition = definition
-        self._emit = emit
-        self._limit = limit
-        self._strict = strict
+        self._definition, self._emit, self._limit, self._strict = definition, emit, limit, strict
         self._queue: deque[tuple[Item, SharedFiles | None]] = deque()
-        self._received = self._failures = self._failures_in_a_row = 0
+        self._received = self._dropped = self._failures = self._failures_in_a_row = 0
         self._is_off = False
         self._last_error = ""
         self._ending = threading.Event()
@@ -53,11 +50,8 @@ class TrackerThread:
         self._lock = threading.Lock()
         self._state: State = "finished"
         self._deadline = 0.0
-        self._activity = "waiting"
+        self._activity = "starting"
         self._thread = threading.Thread(target=self._run, name=f"ddptrain-{self.name}", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread, which starts the tracker."""
         self._thread.start()
 
     def wants(self, kind: type[Item]) -> bool:
@@ -70,13 +64,15 @@ class TrackerThread:
         if len(self._queue) < self._limit:
             self._queue.append((item, files))
             return
-        self._drop(files)
-        if self.dropped == 1:
+        self._dropped += 1
+        if files is not None:
+            files.release()
+        if self._dropped == 1:
             text = f"{self.name} is too slow: {self._limit} items are in its queue, and further ones are dropped"
-            self._note(f"{text}; the run directory has them", "warning")
+            self._warn(f"{text}; the run directory has them")
 
     def end(self, state: State, within_s: float) -> float:
-        """Make the thread pass on the queued items and to finish the tracker; return the seconds for that.
+        """Make the thread pass on the queued items and finish the tracker; return the seconds for that.
 
         The state of the first call counts. A further call can only shorten the time.
         """
@@ -98,7 +94,7 @@ class TrackerThread:
             self._thread.join(min(left_s, _JOIN_S))  # in steps, because end() may shorten the time meanwhile
         if not self._thread.is_alive():
             return True
-        missed = len(self._queue) + self.dropped
+        missed = len(self._queue) + self._dropped
         rest = f", and {missed} items were not sent" if missed else ""
         with self._lock:
             self._abandoned = True
@@ -107,43 +103,46 @@ class TrackerThread:
         self._report(what, "ddptrain does not wait any longer", quiet=quiet)
         return False
 
-    # --- in the thread ---
+    # --- in the thread. A library may also raise SystemExit, which must not end the thread silently. ---
 
     def _run(self) -> None:
-        tracker = self._start_tracker()
-        while tracker is not None and not self._ending.wait(_POLL_S):
-            self._drain(tracker, None)
-        self._ending.wait()
-        problem = ""
-        if tracker is not None:
-            self._drain(tracker, time.monotonic() + _DRAIN_SHARE * (self._deadline - time.monotonic()))
-            problem = self._finish(tracker)
-        self._clear()
-        self._report_losses(problem)
-
-    def _start_tracker(self) -> Tracker | None:
-        self._activity = "starting"
+        tracker: Tracker | None = None
         try:
             self._definition.facts.folder.mkdir(parents=True, exist_ok=True)
             tracker = self._definition.make()
             tracker.start(replace(self._definition.facts, tell=self._tell))
-        except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
-            self._turn_off()
+        except BaseException as error:
+            tracker, self._is_off = None, True
             self._report(f"could not start: {describe(error)}", "it is off")
-            return None
         self._activity = "waiting"
-        return tracker
+        while not self._ending.wait(_POLL_S):
+            self._drain(tracker)
+        self._drain(tracker, time.monotonic() + _DRAIN_SHARE * (self._deadline - time.monotonic()))
+        problems = []
+        if tracker is not None:
+            self._activity, was_off = "finishing", self._is_off
+            try:
+                tracker.finish(self._state)
+            except BaseException as error:
+                problems = [] if was_off else [f"could not finish: {describe(error)}"]
+        consequence = "it lacks the last items" if problems else "it lacks them"
+        if self._dropped:
+            problems.append(f"was too slow for {self._dropped} of {self._received} items")
+        if self._failures and not self._is_off:
+            problems.append(f"has failed to take {self._failures} of {self._received} items: {self._last_error}")
+        if problems and not self._abandoned:
+            self._report(", and ".join(problems), consequence)
 
-    def _drain(self, tracker: Tracker, until: float | None) -> None:
-        """Pass on all queued items. After `until` (monotonic) drop the rest."""
+    def _drain(self, tracker: Tracker | None, until: float = math.inf) -> None:
+        """Pass on all queued items. After `until` (monotonic), or if the tracker is off, drop them."""
         self._activity = "logging"
         while self._queue:
             item, files = self._queue.popleft()
-            if until is not None and time.monotonic() > until:
-                self._drop(files)
-                continue
-            if not self._is_off:
-                self._pass_on(tracker, item)
+            if tracker is not None and not self._is_off:
+                if time.monotonic() > until:
+                    self._dropped += 1
+                else:
+                    self._pass_on(tracker, item)
             if files is not None:
                 files.release()
         self._activity = "waiting"
@@ -151,44 +150,15 @@ class TrackerThread:
     def _pass_on(self, tracker: Tracker, item: Item) -> None:
         try:
             tracker.log(item)
-        except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
+            self._failures_in_a_row = 0
+        except BaseException as error:
             self._failures += 1
             self._failures_in_a_row += 1
             self._last_error = describe(error)
             self.error = self.error or self._last_error
             if self._failures_in_a_row >= _MAX_FAILURES:
-                self._turn_off()
+                self._is_off = True
                 self._report(f"has failed {self._failures_in_a_row} times in a row: {self._last_error}", "it is off")
-        else:
-            self._failures_in_a_row = 0
-
-    def _finish(self, tracker: Tracker) -> str:
-        """Finish the tracker. Return the error, or "" if there is none or the tracker was off already."""
-        self._activity = "finishing"
-        was_off = self._is_off
-        try:
-            tracker.finish(self._state)
-        except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
-            return "" if was_off else f"could not finish: {describe(error)}"
-        return ""
-
-    def _turn_off(self) -> None:
-        self._is_off = True
-        self._clear()
-
-    def _clear(self) -> None:
-        with suppress(IndexError):
-            while True:
-                _, files = self._queue.popleft()
-                if files is not None:
-                    files.release()
-
-    def _drop(self, files: SharedFiles | None) -> None:
-        self.dropped += 1
-        if files is not None:
-            files.release()
-
-    # --- reports to the user ---
 
     def _tell(self, text: str) -> None:
         """Pass on a line of the tracker. Only one of the tracker and join() reports an incomplete end."""
@@ -202,24 +172,13 @@ class TrackerThread:
         """Record an error, and print it unless `quiet`: the tracker has already printed it."""
         self.error = self.error or what
         if not quiet:
-            self._note(f"{self.name} {what}; {consequence}, the run directory has everything", "warning")
+            self._warn(f"{self.name} {what}; {consequence}, the run directory has everything")
         with suppress(Exception):  # a full disk; it is reported elsewhere
             self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000], self._strict))
 
-    def _report_losses(self, problem: str) -> None:
-        """Report at the end, once, what the tracker lacks; `problem` is the error of finish()."""
-        problems = [problem] if problem else []
-        if self.dropped:
-            problems.append(f"was too slow for {self.dropped} of {self._received} items")
-        if self._failures and not self._is_off:
-            problems.append(f"has failed to take {self._failures} of {self._received} items: {self._last_error}")
-        if problems and not self._abandoned:
-            consequence = "it lacks the last items" if problems == [problem] else "it lacks them"
-            self._report(", and ".join(problems), consequence)
-
-    def _note(self, text: str, level: str) -> None:
+    def _warn(self, text: str) -> None:
         with suppress(Exception):  # a full disk; it is reported elsewhere
-            self._emit(events.Note(time.time_ns(), text[:4_000], level))
+            self._emit(events.Note(time.time_ns(), text[:4_000], "warning"))
 
 
 def describe(error: BaseException) -> str:

@@ -25,7 +25,6 @@ from typing import Any
 
 import platformdirs
 from distributed import Worker
-from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import make_private, publish, why_not_private
@@ -35,9 +34,7 @@ from ddptrain.protocol.code_digest import content_hash, inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import key_prefix
 from ddptrain.worker import spool, stack_reports
-from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
-from ddptrain.worker.rank_environment import interface_of
-from ddptrain.worker.rank_host import own_host
+from ddptrain.worker.rank_host import attach, offered_slots, own_host, rank_host
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
@@ -132,9 +129,9 @@ def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
 
 
 async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker) -> None:
-    """Keep the specs of an attempt until the task of its ranks takes them. `data`: compressed JSON, of each rank."""
+    """Keep the specs of an attempt until the task of its ranks takes them. `data`: compressed JSON, by rank."""
     host = rank_host(dask_worker, run_id)
-    host.keep_specs(run_id, attempt, json.loads(zlib.decompress(data)))
+    host.keep_specs(run_id, attempt, {int(rank): text for rank, text in json.loads(zlib.decompress(data)).items()})
 
 
 async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
@@ -192,8 +189,7 @@ async def host_facts(timeout_s: float, dask_worker: Worker) -> str:
     host = own_host(dask_worker)
     scratch = str(host.scratch) if host is not None else dask_worker.local_directory
     environ = host.environ if host is not None else dict(os.environ)
-    interface = interface_of(get_address_host(dask_worker.address)) or ""
-    command = [sys.executable, "-P", "-m", "ddptrain.worker.host_facts", scratch, interface]
+    command = [sys.executable, "-P", "-m", "ddptrain.worker.host_facts", scratch]
     return await asyncio.to_thread(_output_of, command, environ, timeout_s)
 
 

@@ -24,14 +24,12 @@ from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log, as_text
 from ddptrain.protocol import deadlines, news
-from ddptrain.protocol.news import LogLine, News, RankExit, RankNews, SystemSample
+from ddptrain.protocol.news import LogLine, News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_environment, spool, stack_reports
-from ddptrain.worker.foreign_worker import offered_slots, rank_host
-from ddptrain.worker.process_monitor import MemoryWatch, ProcessMonitor
 from ddptrain.worker.rank_environment import HostResources, RankResources
-from ddptrain.worker.rank_host import RankHost
-from ddptrain.worker.system_metrics import SYSTEM_EVERY_S, GpuReader, SampledRank, SystemSampler
+from ddptrain.worker.rank_host import RankHost, offered_slots, rank_host
+from ddptrain.worker.system_metrics import MemoryWatch, SampledRank, SystemSampler, cpu_seconds, members
 
 _INTERVAL_S = 0.05  # between two messages, while ranks write
 _IDLE_S = 0.1  # between two looks at ranks that write nothing: each takes some microseconds of their CPU time
@@ -39,12 +37,10 @@ _LONGEST_S = 1.0  # less than the driver waits, after a victim's fault, for its 
 _S_PER_RANK = 0.001  # times the world size: with 1,024 ranks, each host sends a message every second
 _S_PER_RANK_AT_FIRST = 0.0001  # while the driver waits for all ranks to enter the workload
 _AT_FIRST_S = 30.0
-_FIRST_SAMPLE_S = 1.0  # from the start of the ranks, so that short runs have a sample
 _DATA_BYTES = 12 * 1024  # the most bytes of a rank in a message
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
 # The signals of which faulthandler writes the stacks into the log.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
-_gpus = GpuReader()
 _log = Log("ddptrain.worker")
 
 
@@ -93,7 +89,8 @@ class RanksTask:
         self.lines: list[LogLine] = []  # what the driver has to log
         self.ranks = [_Rank(host, spec, self.lines) for spec in specs]
         self.woken = threading.Event()
-        self.sampler = SystemSampler()
+        self.alive_s = deadlines.alive_s(self.first.config.failure)
+        self.sampler = SystemSampler(self._sampled, self.alive_s, self.ranks[0].log)
         self.leaving_sent = False
 
     def run(self) -> list[RankExit | Exception]:
@@ -109,7 +106,11 @@ class RanksTask:
             for rank in self.ranks:
                 self.host.kill(rank.spec.key)
         self._send(News(self.first.attempt), broken)
-        self._watch()
+        self.sampler.start()
+        try:
+            self._watch()
+        finally:
+            self.sampler.stop()
         return [rank.ended for rank in self.ranks if rank.ended is not None]
 
     def _store_port(self) -> int:
@@ -123,15 +124,14 @@ class RanksTask:
 
     def _watch(self) -> None:
         """Send what is new until all ranks have ended, and the CPU time of each now and then, as a sign of life."""
-        alive_s = deadlines.alive_s(self.first.config.failure)
         began = measured_at = time.monotonic()
-        sample_at = began + _FIRST_SAMPLE_S
         pause_s = _INTERVAL_S
         while running := [rank for rank in self.ranks if rank.ended is None]:
             now = time.monotonic()
-            if measures := now - measured_at >= alive_s:
+            parts = [part for rank in running for part in rank.news()]
+            if now - measured_at >= self.alive_s:
                 measured_at = now
-            parts = [part for rank in running for part in rank.news(measures=measures)]
+                parts += self._measured(running)
             message = News(self.first.attempt)
             if self.host.leaving and not self.leaving_sent:
                 self.leaving_sent = True
@@ -139,26 +139,32 @@ class RanksTask:
                 message = News(self.first.attempt, leaving=True)
             if parts or self.lines or message.leaving:
                 self._send(message, parts)
-            if now >= sample_at:
-                sample_at = now + SYSTEM_EVERY_S
-                self._send_samples(running)
+            while not self.sampler.samples.empty():
+                self._send(News(self.first.attempt, sample=self.sampler.samples.get()))
             at_first = time.monotonic() - began < _AT_FIRST_S
             per_rank = _S_PER_RANK_AT_FIRST if at_first else _S_PER_RANK
             interval_s = min(_LONGEST_S, max(_INTERVAL_S, self.first.placement.world_size * per_rank))
             pause_s = interval_s if parts else max(interval_s, min(2 * pause_s, _IDLE_S))
             if any(rank.ended is None for rank in running):
-                self.woken.wait(min(pause_s, alive_s))
+                self.woken.wait(min(pause_s, self.alive_s))
                 self.woken.clear()
 
-    def _send_samples(self, running: Sequence[_Rank]) -> None:
-        ranks = [SampledRank(rank.spec.rank, rank.pid, rank.gpu) for rank in running if rank.pid is not None]
-        try:
-            samples: list[SystemSample] = list(self.sampler.samples(ranks))
-        except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
-            self.ranks[0].log("system metrics not sampled", error=f"{type(error).__name__}: {error}")
-            return
-        for sample in samples:
-            self._send(News(self.first.attempt, sample=sample))
+    def _sampled(self) -> list[SampledRank]:
+        running = [rank for rank in self.ranks if rank.ended is None]
+        return [SampledRank(rank.spec.rank, rank.pid, rank.gpu) for rank in running if rank.pid is not None]
+
+    def _measured(self, running: Sequence[_Rank]) -> list[RankNews]:
+        """Return the CPU time of each rank and the use of its GPU, which show the driver that silent ranks work."""
+        sampled = self._sampled()
+        pids = members(rank.pid for rank in sampled)
+        cpu_s = {rank.rank: cpu_seconds(pids[rank.pid]) for rank in sampled}
+        return [
+            dataclasses.replace(
+                rank.known, cpu_s=cpu_s.get(rank.spec.rank, 0.0), gpu_percent=self.sampler.gpu_percent(rank.gpu)
+            )
+            for rank in running
+            if rank.ended is None
+        ]
 
     def _send(self, message: News, parts: Iterable[RankNews] = ()) -> None:
         """Send a message with these parts; before it others, if it would become too large."""
@@ -191,8 +197,7 @@ class _Rank:
         self.ended: RankExit | Exception | None = None
         self._sent = {"log": 0, "events": 0}  # sizes in bytes that the driver knows
         self._looked_at = time.monotonic()
-        self._process: ProcessMonitor | None = None  # these two are set when the process has started
-        self._memory: MemoryWatch | None = None
+        self._memory: MemoryWatch | None = None  # set when the process has started
 
     def start(self, port: int, resources: HostResources, woken: threading.Event) -> list[RankNews]:
         """Request the rank; `woken` is set when it starts or ends. Return the news if it cannot be started."""
@@ -224,14 +229,19 @@ class _Rank:
         _log.info(message, run=self.spec.run_id, attempt=self.spec.attempt, rank=self.spec.rank, **fields)
         self.lines.append(LogLine(self.spec.rank, as_text(message, **fields)[:4_000]))
 
-    def news(self, *, measures: bool) -> list[RankNews]:
-        """Return what is new. `measures`: also the rank's CPU time and the use of its GPU."""
+    @property
+    def known(self) -> RankNews:
+        """What the driver knows already."""
+        return RankNews(self.spec.rank, self._sent["log"], self._sent["events"])
+
+    def news(self) -> list[RankNews]:
+        """Return what is new."""
         try:
-            return self._news(measures=measures)
+            return self._news()
         except Exception as error:
             return self._given_up(error)
 
-    def _news(self, *, measures: bool) -> list[RankNews]:
+    def _news(self) -> list[RankNews]:
         report = self.server.wait_exit(self.spec.key, 0)
         if (started := self.server.start_of(self.spec.key)) is not None:
             pid, how = started
@@ -240,14 +250,8 @@ class _Rank:
         if report is not None:
             return self._end(report)
         if self.pid is None and (pid_now := self.server.pid_of(self.spec.key)) is not None:
-            self.pid, self._process, self._memory = pid_now, ProcessMonitor(pid_now), MemoryWatch(pid_now)
-        parts = self._growth()
-        if measures:
-            cpu_s = self._process.cpu_s() if self._process is not None else 0.0
-            percent = _gpus.percent(self.gpu) if self.gpu else None
-            last = parts.pop() if parts else RankNews(self.spec.rank, self._sent["log"], self._sent["events"])
-            parts.append(dataclasses.replace(last, cpu_s=cpu_s, gpu_percent=percent))
-        return parts
+            self.pid, self._memory = pid_now, MemoryWatch(pid_now)
+        return self._growth()
 
     def _growth(self) -> list[RankNews]:
         """Return the new sizes, for a driver that does not see the files also bytes up to the rate limit."""
@@ -278,7 +282,7 @@ class _Rank:
         parts = self._growth()
         self.ended = ended = self._exit(report)
         self.log("rank ended", pid=ended.pid, status=ended.status, reason=ended.reason or None)
-        return [*parts, RankNews(self.spec.rank, self._sent["log"], self._sent["events"], ended=ended)]
+        return [*parts, dataclasses.replace(self.known, ended=ended)]
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
         """Return the exit that the rank server has reported, with its reason if it is known."""

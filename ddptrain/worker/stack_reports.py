@@ -18,12 +18,11 @@ from typing import Any
 
 import psutil
 
-from ddptrain.file_ops import hash_file, open_append
+from ddptrain.file_ops import hash_file, open_append, text_or_empty
 from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in
 from ddptrain.protocol.rank_errors import is_lost_peer, is_time_out, read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec, stacks_path
-from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
 from ddptrain.worker.spool import RankSpool
 
@@ -60,7 +59,7 @@ def report_stacks(spool: RankSpool, pid: int, attempt: int, rank: int) -> None:
 
 def _report_stacks(spool: RankSpool, pid: int, attempt: int, rank: int, dump_from: int) -> None:
     dump, known = _own_dump(spool, pid, dump_from)
-    if known is None and not (status := ProcessMonitor(pid).status()):
+    if known is None and not (status := _status(pid)):
         return  # the rank has ended
     state = "" if known is not None else _STATES.get(status, "busy")
     if state == "busy":
@@ -75,9 +74,8 @@ def _report_stacks(spool: RankSpool, pid: int, attempt: int, rank: int, dump_fro
 
 def _own_dump(spool: RankSpool, pid: int, dump_from: int) -> tuple[str, dict[str, Any] | None]:
     """Return the stacks that the rank writes by itself, and what it knows; None if it writes nothing in time."""
-    monitor = ProcessMonitor(pid)
     deadline = time.monotonic() + _ANSWER_S
-    while time.monotonic() < deadline and _STATES.get(monitor.status()) != "stopped":
+    while time.monotonic() < deadline and _STATES.get(_status(pid)) != "stopped":
         dump, end, line = _tail(spool.staging / STACKS_DUMP, dump_from).decode("utf-8", "replace").partition(STACKS_END)
         if end and line.endswith("\n"):
             with contextlib.suppress(ValueError, TypeError):
@@ -90,7 +88,7 @@ def _dump_by_signal(spool: RankSpool, pid: int) -> str:
     """Return the stacks that faulthandler writes in the rank; "" if the rank has no handler for the signal."""
     path = spool.staging / STACKS_DUMP
     before = _size(path)
-    if not has_handler(pid, STACKS_SIGNAL):
+    if not _has_handler(pid, STACKS_SIGNAL):
         return ""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
@@ -101,6 +99,21 @@ def _dump_by_signal(spool: RankSpool, pid: int) -> str:
         if (now := _size(path)) != size:
             size, grown_at = now, time.monotonic()
     return _tail(path, before).decode("utf-8", "replace")
+
+
+def _status(pid: int) -> str:
+    """Return the state of a process in psutil's terms, such as "running" or "stopped"; "" if it has ended."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""
+
+
+def _has_handler(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal; without one the signal would end the process."""
+    lines = text_or_empty(Path(f"/proc/{pid}/status")).splitlines()
+    masks = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)
 
 
 def _main_frames(dump: str) -> tuple[str, ...]:

@@ -1,22 +1,26 @@
-"""Measures a host, its ranks and their GPUs."""
+"""Measures a host, its ranks and their GPUs from outside; and finds out whether a rank was out of memory."""
 
 from __future__ import annotations
 
-import functools
 import os
+import queue
 import socket
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ddptrain.file_ops import text_or_empty
 from ddptrain.protocol.news import MAX_SAMPLED_RANKS, SystemSample
 
-SYSTEM_EVERY_S = 5.0
+_EVERY_S = 5.0
+_FIRST_S = 1.0  # from the start of the ranks, so that short runs have a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +33,66 @@ class SampledRank:
 
 
 class SystemSampler:
-    """Measures the host, and ranks on it. Rates are those since the last call, for the host since its creation."""
+    """Measures in a thread, because a call of NVML may hang: a broken GPU must not silence the worker.
 
-    def __init__(self) -> None:
+    samples: what was measured and not yet sent.
+    """
+
+    def __init__(
+        self,
+        ranks: Callable[[], Sequence[SampledRank]],
+        gpu_every_s: float,
+        log: Callable[..., None] = lambda *_, **__: None,
+    ) -> None:
+        """Measure the use of GPUs every `gpu_every_s` seconds, and all metrics every five seconds."""
+        self._ranks = ranks
+        self.samples: queue.SimpleQueue[SystemSample] = queue.SimpleQueue()
+        self._percents: dict[str, float] = {}
+        self._gpu_every_s, self._log = gpu_every_s, log
+        self._stop = threading.Event()
         self._host = Rates()
         self._host.of(_host_counters(), time.monotonic())
-        self._ranks: dict[int, Rates] = defaultdict(Rates)
+        self._of_ranks: dict[int, Rates] = defaultdict(Rates)
         self._gpus = GpuReader()
 
-    def samples(self, ranks: Sequence[SampledRank]) -> Iterator[SystemSample]:
-        """Yield the use of the host with that of up to MAX_SAMPLED_RANKS ranks each; nothing if all have ended."""
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="ddptrain-metrics", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread after its current measurement. Does not wait: that may never end."""
+        self._stop.set()
+
+    def gpu_percent(self, gpu: str | None) -> float | None:
+        """Return the use of a GPU in percent, if it was measured since the last call."""
+        return self._percents.pop(gpu, None) if gpu is not None else None
+
+    def _run(self) -> None:
+        sample_at = time.monotonic() + _FIRST_S
+        while not self._stop.wait(min(self._gpu_every_s, max(0.0, sample_at - time.monotonic()))):
+            try:
+                for gpu in {rank.gpu for rank in self._ranks() if rank.gpu is not None}:
+                    if use := self._gpus.read(gpu, ("gpu_percent",)):
+                        self._percents[gpu] = use["gpu_percent"]
+                if time.monotonic() >= sample_at:
+                    sample_at = time.monotonic() + _EVERY_S
+                    for sample in self.measure():
+                        self.samples.put(sample)
+            except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
+                self._log("system metrics not sampled", error=f"{type(error).__name__}: {error}")
+
+    def measure(self) -> Iterator[SystemSample]:
+        """Yield the use of the host with that of up to MAX_SAMPLED_RANKS ranks each; nothing if all have ended.
+
+        Rates are those since the last call, for the host since the creation.
+        """
+        ranks = self._ranks()
         groups = members(rank.pid for rank in ranks)
         now, time_ns = time.monotonic(), time.time_ns()
         uses: dict[int, Mapping[str, float]] = {}
         for rank in ranks:
-            if use := rank_use(groups[rank.pid], self._ranks[rank.rank], now):
-                gpu = self._gpus.read(rank.gpu) if rank.gpu is not None else {}
-                uses[rank.rank] = _rounded(use | gpu)
+            if use := rank_use(groups[rank.pid], self._of_ranks[rank.rank], now):
+                uses[rank.rank] = _rounded(use | (self._gpus.read(rank.gpu) if rank.gpu is not None else {}))
         of_host = _rounded(_host_use(self._host, now)) if uses else {}
         for start in range(0, len(uses), MAX_SAMPLED_RANKS):
             numbers = sorted(uses)[start : start + MAX_SAMPLED_RANKS]
@@ -102,28 +149,33 @@ def members(groups: Iterable[int]) -> dict[int, list[int]]:
     pids: dict[int, list[int]] = {group: [] for group in groups}
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            try:
-                group = os.getpgid(int(name))
-            except OSError:
-                continue  # the process has ended
-            if group in pids:
-                pids[group].append(int(name))
+            with suppress(OSError):  # the process has ended
+                if (group := os.getpgid(int(name))) in pids:
+                    pids[group].append(int(name))
     return pids
 
 
 def rank_use(pids: Iterable[int], rates: Rates, now: float) -> dict[str, float]:
     """Return the metrics of a rank with these processes; {} if all have ended."""
-    cpu_s, rss_bytes, processes = 0.0, 0, 0
+    rss_bytes, processes = 0, 0
+    cpu_s = cpu_seconds(pids := list(pids))
     for pid in pids:
         with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            cpu_s += sum(process.cpu_times()[:4])  # with ended children
-            rss_bytes += process.memory_info().rss
+            rss_bytes += psutil.Process(pid).memory_info().rss
             processes += 1
     if not processes:
         return {}
     used = {"rss_bytes": float(rss_bytes), "processes": float(processes)}
     return used | rates.of({"cpu_percent": 100 * cpu_s}, now)
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the user and system time of these processes and of their ended children."""
+    total = 0.0
+    for pid in pids:
+        with suppress(psutil.Error):
+            total += sum(psutil.Process(pid).cpu_times()[:4])
+    return total
 
 
 # --- GPUs ---
@@ -145,10 +197,9 @@ class GpuReader:
     A metric that a GPU cannot measure (a MIG instance has no utilization) is not requested again.
     """
 
-    def __init__(self, nvml: Any = None) -> None:
-        """`nvml`: the module to use, for tests; by default that of nvidia-ml-py, if there is an NVIDIA driver."""
-        self._nvml = nvml
-        self._refused: dict[str, set[str]] = {}
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._refused: dict[str, set[str]] = defaultdict(set)
 
     def read(self, name: str, metrics: Iterable[str] = tuple(_MEASURES)) -> dict[str, float]:
         """Return the metrics of a GPU; {} without NVML.
@@ -156,11 +207,16 @@ class GpuReader:
         `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
         """
         try:
-            nvml = self._nvml or _nvml()
+            if self._nvml is None:
+                import pynvml
+
+                pynvml.nvmlInit()
+                self._nvml = pynvml
         except Exception:  # no driver, or no nvidia-ml-py, whose exceptions then do not exist
             return {}
+        nvml = self._nvml
         values: dict[str, float] = {}
-        refused = self._refused.setdefault(name, set())
+        refused = self._refused[name]
         lasting = nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
         with suppress(nvml.NVMLError):
             by_index = name.isdigit()
@@ -173,16 +229,34 @@ class GpuReader:
                         refused.add(metric)
         return values
 
-    def percent(self, name: str) -> int | None:
-        """Return the utilization of a GPU in percent; None without a driver, or for a MIG instance."""
-        percent = self.read(name, ("gpu_percent",)).get("gpu_percent")
-        return int(percent) if percent is not None else None
+
+# --- out of memory ---
 
 
-@functools.cache
-def _nvml() -> Any:
-    """Return the initialized NVML, which stays open until the process ends. Raises NVMLError, ImportError."""
-    import pynvml
+class MemoryWatch:
+    """Made when a rank starts; after SIGKILL, finds out whether the kernel has killed the rank for its memory.
 
-    pynvml.nvmlInit()
-    return pynvml
+    The kernel counts such kills in the file memory.events of the rank's control group (version 2), and of those above
+    it.
+    """
+
+    def __init__(self, pid: int, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
+        lines = text_or_empty(proc / str(pid) / "cgroup").splitlines()
+        path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+        folders = [folder for folder in (root / path, *(root / path).parents) if folder.is_relative_to(root)]
+        self._groups = [folder for folder in folders if (folder / "memory.events").exists()]
+        self._kills = self._oom_kills()
+
+    def explain_kill(self) -> str:
+        """Return why the kernel ended the rank; "" if it was not for its memory."""
+        if self._oom_kills() == self._kills:
+            return ""
+        limits = [text_or_empty(folder / "memory.max").strip() for folder in self._groups]
+        limit = min((int(text) for text in limits if text.isdigit()), default=None)
+        if limit is None:
+            return "out of memory (the host's)"
+        return f"out of memory (the memory limit of {limit / (1 << 30):.1f} GiB of its control group)"
+
+    def _oom_kills(self) -> str:
+        lines = text_or_empty(self._groups[0] / "memory.events").splitlines() if self._groups else []
+        return next((line for line in lines if line.startswith("oom_kill ")), "")

@@ -10,7 +10,6 @@ from typing import Any
 from typer.main import get_command
 
 from ddptrain import __version__
-from ddptrain.cli.examples import EXAMPLES
 from ddptrain.cli.explain import titles
 from ddptrain.cli.main import PROGRAM, app
 
@@ -76,9 +75,9 @@ def _described(path: tuple[str, ...], command: Any) -> Iterator[str]:
         yield roff(" ".join(paragraph.split()))
     records = [param.get_help_record(context) for param in command.get_params(context)]
     yield from _terms({record[0]: record[1] for record in records if record is not None})
-    if examples := EXAMPLES.get(" ".join(path)):
+    if command.examples:
         yield from (".PP", "Examples:", ".PP", ".EX")
-        yield from (f"  {PROGRAM} {roff(line)}" for line in examples)
+        yield from (f"  {roff(line)}" for line in command.examples)
         yield ".EE"
 
 

@@ -86,7 +86,7 @@ COMMANDS = [
     (["results", "show", "latest"], "told"),
     (["results", "logs", "latest"], "first31m line\tend"),
     (["results", "logs", "latest", "--rank", "0", "--follow"], "red\nbar 20%"),
-    (["results", "compare", "latest", "--plot", "plot.png"], "val/loss"),
+    (["results", "compare", "latest"], "val/loss"),
     (["results", "compare", "latest", "--metric", "nothing"], "no metric"),
     (["results", "sync", "latest"], "evil-2026"),
     (["stop", "latest"], "told"),

@@ -123,8 +123,8 @@ def looks_right_from_anywhere(reader: Machine) -> None:
     assert f"{RUNS}/night" in shown.stdout and "step-4, step-3, step-2" in shown.stdout
     logs = reader("results", "logs", "night", "--rank", "1", "--runs-dir", RUNS)
     assert "attempt 2 begins with epoch 3" in logs.stdout
-    plotted = reader("results", "compare", "night", "--runs-dir", RUNS, "--plot", "night.png", "--metric", "train/loss")
-    assert plotted.rc == 0 and (reader.cli.folder / "night.png").stat().st_size > 0, plotted.stderr
+    drawn = reader("results", "compare", "night", "--runs-dir", RUNS, "--metric", "train/loss")
+    assert drawn.rc == 0 and "train/loss" in drawn.stdout, drawn.stderr
     assert not list(reader.home.rglob("*.safetensors"))
 
 

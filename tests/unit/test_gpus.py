@@ -119,7 +119,7 @@ def unsupported(*_: Any) -> Any:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Two GPUs; the second is of a kind without ECC and remapped rows."""
+    """Two GPUs; the second is of a kind without ECC."""
     answers: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
@@ -127,14 +127,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlSystemGetDriverVersion": lambda: "580.65",
         "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(total=80_000_000_000, used=1_000_000),
-        "nvmlDeviceGetUUID": lambda index: f"GPU-{index}",
         "nvmlDeviceGetName": lambda _: b"NVIDIA H100",
         "nvmlDeviceGetTotalEccErrors": lambda index, *_: 3 if index == 0 else unsupported(),
-        "nvmlDeviceGetRemappedRows": lambda index: (0, 1, 1, 0) if index == 0 else unsupported(),
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: (
             pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonGpuIdle
         ),
-        "nvmlDeviceGetTemperature": lambda *_: 40,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
@@ -144,9 +141,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_gpus_are_described_and_unsupported_values_are_left_out(driver: dict[str, Any]) -> None:
     (first, second), version = read_gpus()
     assert version == "580.65"
-    assert (first.uuid, first.name, first.memory_mb, first.memory_used_mb) == ("GPU-0", "NVIDIA H100", 80_000, 1)
-    assert (first.ecc_errors, first.remap_pending) == (3, True)
-    assert (second.ecc_errors, second.remap_pending) == (None, None)
+    assert (first.name, first.memory_mb, first.memory_used_mb) == ("NVIDIA H100", 80_000, 1)
+    assert (first.ecc_errors, second.ecc_errors) == (3, None)
     assert first.throttled == ("hardware thermal slowdown",)
 
 

@@ -43,7 +43,6 @@ _MODULES = (
     "ddptrain.clusters.lifecycle",
     "ddptrain.config.load",
     "ddptrain.config.workload_check",
-    "ddptrain.driver.attempts",
     "ddptrain.driver.connect",
     "ddptrain.driver.resume",
     "ddptrain.driver.run",
@@ -93,6 +92,8 @@ def import_driver() -> None:
     """Import the modules that commands import, and fill their caches."""
     for name in _MODULES:
         importlib.import_module(name)
+    from typer.main import get_command
+
     from ddptrain.cli import main as commands
     from ddptrain.protocol import events, news
     from ddptrain.results.provenance import installed_versions
@@ -102,9 +103,8 @@ def import_driver() -> None:
     for kind in events.KINDS:
         events.adapter(kind.encode())
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception, SystemExit):
-        commands.command_tree(commands.app, frozenset({"run"}))
-        train = commands.command_tree(commands.app, frozenset({"train"}))
-        train(args=["train", "petnames", "--dry-run"], prog_name=commands.PROGRAM)
+        _ = commands.Root.table["run"]
+        get_command(commands.app)(args=["train", "petnames", "--dry-run"], prog_name=commands.PROGRAM)
     gc.collect()
     gc.freeze()  # commands share these pages
 

@@ -36,7 +36,7 @@ from ddptrain.protocol.news import RankExit
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.layout import new_run_id
 from ddptrain.worker import driver_calls, rank_task, spool
-from ddptrain.worker.foreign_worker import rank_host
+from ddptrain.worker.rank_host import rank_host
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.dispatch import dispatch_with_ddp

@@ -17,12 +17,12 @@ from types import FrameType
 from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import Interrupted
 
-REQUESTS = {
+REQUESTS: dict[int, Request] = {
     signal.SIGINT: Request.END,
     signal.SIGTERM: Request.END,
     signal.SIGHUP: Request.END,
     signal.SIGQUIT: Request.END,
-    signal.SIGUSR1: Request.FORWARD,
+    signal.SIGUSR1: Request.FORWARD,  # see FORWARDED in protocol/commands.py
 }
 MOST = 3  # signals that the run handles
 
@@ -41,7 +41,7 @@ class Signals:
 
     def take(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal; installed with signal.signal()."""
-        if (request := REQUESTS[signal.Signals(signum)]) is Request.FORWARD:
+        if (request := REQUESTS[signum]) is Request.FORWARD:
             self.inbox.put(SignalReceived(signum, request))
             return
         self.taken.append(signum)

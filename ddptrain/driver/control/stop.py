@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
 import socket
@@ -15,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from ddptrain.driver.control.signals import MOST
-from ddptrain.errors import ClusterError, ConfigError, UsageError
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, is_sweep, load_run
+from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
@@ -46,18 +47,8 @@ class StopRequest:
     now: bool
     by: str
 
-    @classmethod
-    def from_json(cls, text: str | bytes) -> StopRequest:
-        """Decode a request. Raises ValueError for anything else."""
-        try:
-            raw = json.loads(text)
-            return cls(int(raw["pid"]), str(raw["host"]), bool(raw["now"]), str(raw["by"]))
-        except (LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"no stop request: {error}") from error
 
-    def to_json(self) -> str:
-        """Return the text of the file."""
-        return json.dumps(dataclasses.asdict(self)) + "\n"
+REQUEST = TypeAdapter(StopRequest)  # the codec of the file
 
 
 # --- in the driver ---
@@ -97,7 +88,7 @@ def _take_request(layout: RunLayout) -> StopRequest | None:
             return None
         text = read_bytes(layout.stop_json)
         layout.stop_json.unlink()
-        request = StopRequest.from_json(text)
+        request = REQUEST.validate_json(text)
     except (OSError, ValueError):
         return None
     return request if (request.pid, request.host) == (os.getpid(), socket.gethostname()) else None
@@ -200,7 +191,7 @@ def _is_leaving(view: RunView) -> bool:
 def _ask(desk: RunLayout, request: StopRequest) -> None:
     try:
         require_own_folder(desk.root)
-        write_file(desk.stop_json, request.to_json().encode())
+        write_file(desk.stop_json, REQUEST.dump_json(request))
     except ResultsError as error:
         instead = "SIGINT three times" if request.now else "SIGTERM"
         driver = DriverRecord(request.pid, request.host)
@@ -222,10 +213,7 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
 
 def _grace_s(layout: RunLayout) -> float:
     """Return failure.grace_s of the run."""
-    from ddptrain.config.load import load_data
-
     try:
-        text = read_bytes(layout.config_yaml)
-        return float(load_data(text, str(layout.config_yaml))["failure"]["grace_s"])
-    except (OSError, ConfigError, ValueError, LookupError, TypeError):
+        return float(parsed_config(read_bytes(layout.config_yaml))["failure"]["grace_s"])
+    except (OSError, ValueError, LookupError, TypeError):
         return _DEFAULT_GRACE_S

@@ -15,7 +15,6 @@ _DISK_MB = 1_000, 10_000
 _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process; gloo opens a connection to each other rank
 _FILES_WARNING = 1_024
 _GPU_MEMORY_USED = 0.05
-_TEMPERATURE_C = 90
 _ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl"})
 _COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the version must be equal
 _MIN_COMPARED = 3  # of two values, nobody knows which one is wrong
@@ -124,17 +123,12 @@ def _limited(subject: str, free_mb: int, text: str, bad_mb: int, warning_mb: int
 
 def _gpu_faults(gpu: GpuFacts) -> Iterable[Check]:
     name = f"GPU {gpu.index} ({gpu.name})"
-    reset = "reset the GPU; replace it if that does not help"
     if gpu.ecc_errors:
-        yield Check("ECC", Result.BAD, f"{name} has {gpu.ecc_errors} uncorrected memory errors", reset)
-    if gpu.remap_pending:
-        yield Check("ECC", Result.BAD, f"{name} waits for a reset to replace bad memory rows", reset)
+        text = f"{name} has {gpu.ecc_errors} uncorrected memory errors"
+        yield Check("ECC", Result.BAD, text, "reset the GPU; replace it if that does not help")
     if gpu.throttled:
         text = f"{name} reduces its clocks: {', '.join(gpu.throttled)}"
         yield Check("throttling", Result.BAD, text, "check cooling and power supply")
-    if gpu.temperature_c is not None and gpu.temperature_c >= _TEMPERATURE_C:
-        text = f"{name} has {gpu.temperature_c} degrees Celsius"
-        yield Check("temperature", Result.WARNING, text, "check the cooling")
     if gpu.memory_used_mb > _GPU_MEMORY_USED * gpu.memory_mb:
         text = f"{gpu.memory_used_mb} MB of {gpu.memory_mb} MB of {name} are in use by other processes"
         yield Check("GPU memory", Result.WARNING, text, "nvidia-smi names these processes")
@@ -191,11 +185,8 @@ def judge_speed(hosts: Mapping[str, Sequence[float]], subject: str, unit: str) -
 
 def _interfaces(facts: HostFacts) -> Iterable[Check]:
     """Yield whether the interfaces in the variables of gloo and NCCL exist and are up."""
-    up = [each.name for each in facts.interfaces if each.is_up]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = facts.network_env.get(variable, "")
-        if not value:
-            continue
+    up = facts.interfaces
+    for variable, value in facts.network_env.items():
         missing = [name for name in value.split(",") if not _names_one(name.strip(), up)]
         text = f"{variable} is {value}"
         if value.startswith("^") or not missing:

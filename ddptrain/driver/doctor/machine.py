@@ -38,7 +38,7 @@ def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
     """Check this machine for runs in `runs_dir`, a folder or a URL."""
     folder = Path.cwd() if is_url(runs_dir) else _existing(Path(runs_dir))
     with ThreadPoolExecutor() as pool:
-        facts = pool.submit(_facts, HostFacts, "ddptrain.worker.host_facts", [str(folder), ""], environ)
+        facts = pool.submit(_facts, HostFacts, "ddptrain.worker.host_facts", [str(folder)], environ)
         torch = pool.submit(_facts, TorchFacts, "ddptrain.rank.torch_probe", [], environ)
         store = pool.submit(_store, runs_dir)
         servers = list(pool.map(check_server, _servers(environ)))

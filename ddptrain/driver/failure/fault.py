@@ -18,6 +18,7 @@ class FaultKind(StrEnum):
     """The kind of a fault; run.json contains it."""
 
     EXCEPTION = "exception"  # an exception left the user's code
+    PARAMS = "params"  # the workload's function does not take the params
     EXIT = "exit"  # sys.exit, os._exit
     SIGNAL = "signal"
     REFUSED = "refused"  # the rank requested something that is not allowed
@@ -30,6 +31,7 @@ class FaultKind(StrEnum):
 
 
 _EXIT_CODES = {
+    FaultKind.PARAMS: ExitCode.USAGE,
     FaultKind.WORKER_LOST: ExitCode.CLUSTER,
     FaultKind.INFRASTRUCTURE: ExitCode.CLUSTER,
     FaultKind.RESULTS: ExitCode.CLUSTER,
@@ -67,12 +69,14 @@ class Fault:
     @property
     def line(self) -> str:
         """The fault in one line, without its rank."""
+        if self.kind is FaultKind.PARAMS:
+            return "; ".join(self.message.splitlines())
         text = one_line(self.message) if self.type in ("", "SystemExit") else _one_line(self.type, self.message)
         return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
-    def record(self, host: str, log: str) -> FailureRecord:
-        """Return the fault as run.json contains it; `log` is the path of the rank's log."""
-        return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)
+    def record(self, host: str, log: str, cause: str) -> FailureRecord:
+        """Return the fault as run.json contains it; `log` is the path of the rank's log, `cause` the root cause."""
+        return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log, cause)
 
 
 def _interface_hint(text: str) -> str:
@@ -87,6 +91,8 @@ def _interface_hint(text: str) -> str:
 def from_failure(rank: int, failure: events.Failure) -> Fault:
     """Return the fault for a failure event of a rank."""
     kind = FaultKind.EXIT if failure.exit_code is not None else FaultKind.EXCEPTION
+    if failure.phase == "setup" and failure.type == "WrongParams":  # of rank/entrypoint.py
+        kind = FaultKind.PARAMS
     return Fault(
         rank=rank,
         kind=FaultKind.RESULTS if failure.unwritable else kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks, returned_early
@@ -17,12 +18,12 @@ _AGAIN = 0.5  # of the limit: the time between an inquiry that found the ranks w
 class Inquiry:
     """A request for the stacks of all ranks. A run has one inquiry after another; the answers are in `Rank.stacks`.
 
-    until: its deadline (monotonic seconds), None before it has begun. closed: it has found a fault. limit_s: the limit
+    until: its deadline (monotonic seconds), infinite before it has begun. closed: it has found a fault. limit_s: that
     of the suspected hang; None if a rank has ended its wait by itself. not_before: when the next one may begin.
     """
 
     def __init__(self) -> None:
-        self.until: float | None = None
+        self.until = math.inf
         self.closed = False
         self.limit_s: float | None = None
         self.not_before = 0.0
@@ -30,7 +31,7 @@ class Inquiry:
     @property
     def begun(self) -> bool:
         """Whether the ranks have been asked."""
-        return self.until is not None
+        return self.until < math.inf
 
     @property
     def under_way(self) -> bool:
@@ -55,7 +56,7 @@ class Inquiry:
         If the rank that other ranks wait for is working, there is no fault, and another inquiry may begin later.
         `time_ns` becomes the time of the fault.
         """
-        if self.until is None or self.closed:
+        if not self.under_way:
             return None
         if now < self.until and any(not rank.over and rank.stacks is None for rank in ranks):
             return None
@@ -67,7 +68,7 @@ class Inquiry:
                 self.closed = True
                 return fault
         self.not_before = now + _AGAIN * (self.limit_s or 0.0)
-        self.until = None
+        self.until = math.inf
         for rank in ranks:
             rank.stacks_before = rank.stacks
         return None

@@ -41,37 +41,45 @@ def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
     if end.finished and not end.fault and not end.unsaved:
         failed = [rank.tracker_fault for rank in end.ranks if rank.tracker_fault is not None]
         if failed:
-            return _tracker_failed(end, min(failed, key=lambda fault: (fault.time_ns, fault.rank)), writer.layout)
+            fault = min(failed, key=lambda fault: (fault.time_ns, fault.rank))
+            on_rank = f"on rank {fault.rank} {fault.line} (tracking.strict is true)"
+            return _failed(end, fault, writer.layout, f"the training has succeeded, but {on_rank}")
         return RunEnd(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if end.loss is not None:
         return judge_error(end.loss, writer)
     if end.fault is not None and not (end.fault.victim and (end.notice is not None or end.signum is not None)):
-        return _failed(end, end.fault, writer.layout)
+        return _failed(end, end.fault, writer.layout, describe_fault(end.fault, end.ranks))
     if end.signum not in (None, signal.SIGTERM) or end.unsaved:
         return _interrupted(end.signum or signal.SIGTERM, writer, end)
     if end.notice is not None and writer.record.checkpoints:
-        return _preempted(end.notice, writer, end)
+        return _preempted(end.notice, _to_continue(writer, end))
     if end.saved_itself:
-        return _saved_itself(end)
+        # Exit code 75 says that the ranks have saved, 0 does not.
+        by_zero = any(rank.ended is not None and rank.ended.status == 0 for rank in end.ranks)
+        what = "the script ended by itself" if by_zero else "it has saved its state"
+        return _preempted(end.notice or "the script ended with exit code 75", f"{what}: run it again to continue")
     if end.signum is not None:
         return _interrupted(end.signum, writer, end)
-    return _gone(end.notice or "the ranks ended before their work was done")
+    text = end.notice or "the ranks ended before their work was done"
+    failure = FailureRecord(kind="worker_lost", message=text, cause=text)
+    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, failure, f"; {_to_continue(writer, end)}")
 
 
-def _preempted(notice: str, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
-    """Return the end of a run that was asked to end, and can continue from its newest checkpoint."""
+def _preempted(notice: str, more: str) -> RunEnd:
+    """Return the end of a run that was asked to end, and can continue."""
     failure = FailureRecord(kind="preempted", message=notice, cause=notice)
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, failure, f"; {_to_continue(writer, end)}")
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, failure, f"; {more}")
 
 
-def _to_continue(writer: RunWriter, end: AttemptEnd | None) -> str:
+def _to_continue(writer: RunWriter, end: AttemptEnd | None = None) -> str:
     """Return the newest checkpoint, with its age if it is older than the signal, and how to continue from it."""
+    unsaved = f"{end.unsaved} was not saved, " if end is not None and end.unsaved else ""
     if not writer.record.checkpoints:
-        return "there is no checkpoint to continue from"
+        return f"{unsaved}there is no checkpoint to continue from"
     newest = writer.record.checkpoints[0]
     saved = f"checkpoint {newest} is saved"
-    if end is not None and end.unsaved:
-        saved = f"{end.unsaved} was not saved, the newest checkpoint is {newest}"
+    if unsaved:
+        saved = f"{unsaved}the newest checkpoint is {newest}"
     elif end is not None and end.age_s is None:
         saved = f"no checkpoint was saved in this attempt, the newest one is {newest}"
     elif end is not None and end.age_s is not None and end.age_s > 0:
@@ -79,39 +87,18 @@ def _to_continue(writer: RunWriter, end: AttemptEnd | None) -> str:
     return f"{saved}, continue with --resume {writer.run_id}"
 
 
-def _saved_itself(end: AttemptEnd) -> RunEnd:
-    """Return the end of a run whose ranks ended by themselves: exit code 75 says that they have saved, 0 does not."""
-    notice = end.notice or "the script ended with exit code 75"
-    by_zero = any(rank.ended is not None and rank.ended.status == 0 for rank in end.ranks)
-    what = "the script ended by itself" if by_zero else "it has saved its state"
-    failure = FailureRecord(kind="preempted", message=notice, cause=notice)
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, failure, f"; {what}: run it again to continue")
-
-
-def _gone(notice: str) -> RunEnd:
-    failure = FailureRecord(kind="worker_lost", message=notice, cause=notice)
-    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, failure, "; there is no checkpoint to continue from")
-
-
-def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
-    """Return the end of a run whose training has succeeded, but with a failed tracker and tracking.strict true."""
-    cause = f"the training has succeeded, but on rank {fault.rank} {fault.line} (tracking.strict is true)"
-    return RunEnd(RunStatus.FAILED, fault.exit_code, replace(_record(end, fault, layout), cause=cause))
-
-
-def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
-    failure, cause = _record(end, fault, layout), describe_fault(fault, end.ranks)
-    return RunEnd(RunStatus.FAILED, fault.exit_code, replace(failure, cause=cause), f"; log: {failure.log}")
-
-
 def describe_fault(fault: Fault, ranks: Sequence[Rank]) -> str:
     """Return the root cause of an attempt in one line."""
+    if fault.kind is FaultKind.PARAMS:  # the same on all ranks
+        return fault.line
     what = "hung" if fault.kind is FaultKind.HANG else "failed first"
     return f"rank {fault.rank} on {ranks[fault.rank].record().host} {what}: {fault.line}{_others(ranks, fault.rank)}"
 
 
-def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:
-    return fault.record(end.ranks[fault.rank].record().host, layout.shown_path(layout.log(fault.rank)))
+def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout, cause: str) -> RunEnd:
+    log = layout.shown_path(layout.log(fault.rank))
+    failure = fault.record(end.ranks[fault.rank].record().host, log, cause)
+    return RunEnd(RunStatus.FAILED, fault.exit_code, failure, f"; log: {log}")
 
 
 def _others(ranks: Sequence[Rank], first: int) -> str:
@@ -133,7 +120,7 @@ def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
     """Return the end of a run that an error of the driver or the cluster ended."""
     if isinstance(error, Interrupted):
         if error.signum == signal.SIGTERM and writer.record.checkpoints:
-            return _preempted(was_sent(error.signum), writer)
+            return _preempted(was_sent(error.signum), _to_continue(writer))
         return _interrupted(error.signum, writer)
     error = limit_error(error) or error
     kind, text = type(error).__name__, str(error)
@@ -163,10 +150,7 @@ def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) 
     name = signal.Signals(signum).name
     cause = f"interrupted by {name}"
     failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum), cause=cause)
-    again = _to_continue(writer, end)
-    if end is not None and end.unsaved and not writer.record.checkpoints:
-        again = f"{end.unsaved} was not saved, {again}"
-    return RunEnd(RunStatus.CANCELLED, 128 + signum, failure, f"; {again}")
+    return RunEnd(RunStatus.CANCELLED, 128 + signum, failure, f"; {_to_continue(writer, end)}")
 
 
 # --- whether another attempt follows ---
@@ -174,7 +158,7 @@ def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) 
 
 _MAX_BACKOFF_S = 60.0
 # Another attempt would end the same way.
-_FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
+_FINAL = frozenset({FaultKind.PARAMS, FaultKind.REFUSED, FaultKind.RESULTS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pathspec
 
-from ddptrain.config.function_signature import find_source
 from ddptrain.config.plugin_names import workload_target
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.workload_check import find_source
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8, sha256
 from ddptrain.protocol.code_digest import hash_line, kind_of, link_target
@@ -149,7 +149,7 @@ def project_of(resolved: ResolvedConfig) -> Project | None:
     else:
         target = script.module if script is not None else workload_target(str(config.workload)).partition(":")[0]
         source = find_source(str(target), path)
-        files = [source.path] if source is not None else []
+        files = [source] if source is not None else []
     if not files:
         return None
     file = files[0].resolve()

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
-from ddptrain.results.layout import INCOMING, Origin, RunLayout
+from ddptrain.results.layout import INCOMING, Origin, RunLayout, files_below
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.lease import LOCK, run_for
 from ddptrain.results.run_record import RecordError, RunRecord
@@ -84,68 +84,58 @@ class _Part:
 class Uploader:
     """The upload of one run. Other threads write `root`, its working folder.
 
-    max_failures: passes in a row that may fail before the run ends with an error.
+    max_failures: passes in a row that may fail before the run ends with an error. notes: warnings for begin() to show.
     """
 
     def __init__(
         self, store: ObjectStore, root: Path, token: str = "", max_failures: int = 5, pace: Pace = Pace()
     ) -> None:
-        self._stopped = threading.Event()
-        self.store = store
-        self.root = root
+        self.store, self.root = store, root
+        self.notes: list[str] = []
         self._token, self._max_failures, self._pace = token, max_failures, pace
-        self._checkpoints = StoredCheckpoints(self.store, RunLayout(root))
+        self._checkpoints = StoredCheckpoints(store, RunLayout(root))
         self._sent: dict[str, _Fingerprint] = {}
         self._sent_at: dict[str, float] = {}  # monotonic seconds
         self._sent_attempts = 0
         self._parts: dict[str, _Part] | None = None
         self._failures = 0
         self._problem = ""
-        self._is_taken = self._timed_out = False
+        self._timed_out = False
+        self._stopped = threading.Event()
         self._state = threading.Condition()
         self._flushes_requested = self._flushes_done = 0
         self._thread: threading.Thread | None = None
-        self._warnings: list[str] = []
         self._loss: DdptrainError | None = None
-        self._listeners: tuple[Callable[[str], None], Callable[[DdptrainError], None]] | None = None
+        self._warn: Callable[[str], None] = lambda text: None
+        self._lost: Callable[[DdptrainError], None] | None = None
 
-    def listen(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
-        """Call `warn` for each failure, and `lost` once if the run must end. Earlier messages are delivered now."""
+    def begin(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
+        """Mark the folder as the store's working copy, and start the thread. Raises ResultsError.
+
+        `warn` is called for each failure, and `lost` once if the run must end.
+        """
+        Origin(self.store.url, self._token).mark(self.root)
+        self._warn = warn
+        for note in self.notes:
+            warn(note)
         with self._state:
-            self._listeners = (warn, lost)
-            warnings, self._warnings, loss = self._warnings, [], self._loss
-        for warning in warnings:
-            warn(warning)
+            self._lost, loss = lost, self._loss
         if loss is not None:
             lost(loss)
-
-    def warn(self, text: str) -> None:
-        """Deliver a warning, now or as soon as there is a listener."""
-        with self._state:
-            if self._listeners is None:
-                self._warnings.append(text)
-                return
-            warn, _ = self._listeners
-        warn(text)
+        self._thread = threading.Thread(target=self._run, name="ddptrain-uploads", daemon=True)
+        self._thread.start()
 
     def lose(self, error: DdptrainError) -> None:
-        """Call the `lost` listener, once: the run must end. After RunLocked nothing more is uploaded."""
+        """Call `lost`, once: the run must end. After RunLocked nothing more is uploaded."""
         with self._state:
             if self._loss is not None:
                 return
-            self._loss = error
+            self._loss, lost = error, self._lost
             if isinstance(error, RunLocked):  # the run in the store belongs to another driver now
-                self._is_taken, self._problem = True, str(error)
+                self._problem = str(error)
                 self._stopped.set()
-            lost = self._listeners[1] if self._listeners else None
         if lost is not None:
             lost(error)
-
-    def begin(self) -> None:
-        """Mark the folder as the store's working copy, and start the thread. Raises ResultsError."""
-        Origin(self.store.url, self._token).mark(self.root)
-        self._thread = threading.Thread(target=self._run, name="ddptrain-uploads", daemon=True)
-        self._thread.start()
 
     @property
     def begun(self) -> bool:
@@ -185,16 +175,17 @@ class Uploader:
         if self._thread is None:
             return
         self._thread.join(timeout=self._pace.close)
-        if self._thread.is_alive() or self._is_taken:
+        if self._thread.is_alive() or isinstance(self._loss, RunLocked):
             return
         if not why:
             shutil.rmtree(self.root, ignore_errors=True)
-        else:
-            run_for(self._pace.close, self._upload_final_record)
+            return
 
-    def _upload_final_record(self) -> None:
-        with suppress(StoreError, OSError):  # the run's end is recorded even if other files are missing
-            self.store.write(_RECORD, (self.root / _RECORD).read_bytes())
+        def upload_record() -> None:
+            with suppress(StoreError, OSError):  # the run's end is recorded even if other files are missing
+                self.store.write(_RECORD, self.root / _RECORD)
+
+        run_for(self._pace.close, upload_record)
 
     # --- The thread ---
 
@@ -234,7 +225,7 @@ class Uploader:
         if flushing:
             pause_s = min(_FLUSH_PAUSE_S, pause_s)
         elif self._failures <= self._max_failures:
-            self.warn(f"{error} (failure {self._failures} of {self._max_failures}; again in {pause_s:g} s)")
+            self._warn(f"{error} (failure {self._failures} of {self._max_failures}; again in {pause_s:g} s)")
         with self._state:
             self._state.wait_for(
                 lambda: self._stopped.is_set() or (not flushing and self._flushes_requested > self._flushes_done),
@@ -257,21 +248,21 @@ class Uploader:
         with ThreadPoolExecutor(_SENDERS, thread_name_prefix="ddptrain-uploads") as pool:
             sent = list(pool.map(lambda name: self._send_growing(name, files[name], now=now), growing))
         uploaded = self._checkpoints.sync(before_upload=self._send_new_attempt)
-        if self._checkpoints.is_synced:
-            sent += [self._send_file(name, path, flushing) for name, path in files.items() if not grows(name)]
-            sent.append(self._send_record(now=flushing))
-            return all(sent), flushing and not all(sent)
-        if not flushing:
-            self._send_record(now=False)
-        return False, flushing or uploaded
+        if not self._checkpoints.is_synced:
+            if not flushing:
+                self._send_file(_RECORD, now=False)
+            return False, flushing or uploaded
+        sent += [self._send_file(name, now=flushing) for name in files if not grows(name)]
+        sent.append(self._send_file(_RECORD, now=flushing))
+        return all(sent), flushing and not all(sent)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         """Yield all files but checkpoints, the record, local state, and temporary files."""
-        with suppress(OSError):
-            for top in sorted(self.root.iterdir()):
-                if not top.name.startswith(".") and top.name not in (CHECKPOINTS, _RECORD, LOCK):
-                    named = ((path.relative_to(self.root).as_posix(), path) for path in _walk(top))
-                    yield from ((name, path) for name, path in named if not name.startswith(TEMPORARY))
+        for path, _ in sorted(files_below(self.root)):
+            name = path.relative_to(self.root).as_posix()
+            is_local = name.startswith((".", f"{CHECKPOINTS}/", *TEMPORARY)) or name in (_RECORD, LOCK)
+            if not is_local and not path.name.startswith(INCOMING) and not _TEMPORARY.fullmatch(path.name):
+                yield name, path
 
     def _is_due(self, name: str, every_s: float) -> bool:
         return time.monotonic() >= self._sent_at.get(name, float("-inf")) + every_s
@@ -304,13 +295,20 @@ class Uploader:
             return size - part.end < _MOST_BYTES
         return True
 
-    def _send_file(self, name: str, path: Path, now: bool) -> bool:
+    def _send_file(self, name: str, *, now: bool) -> bool:
         """Send a file if it has changed and is due; return whether the store has it as it is."""
-        fingerprint = _fingerprint(path)
-        if fingerprint is None or self._sent.get(name) == fingerprint:
+        path = self.root / name
+        try:
+            state = path.stat()
+        except OSError:
+            return True  # it was deleted
+        # Times are coarse: a file that is replaced twice within 10 ms differs at least in its inode.
+        fingerprint = state.st_size, state.st_mtime_ns, state.st_ino
+        if self._sent.get(name) == fingerprint:
             return True
         # It is uploaded completely each time: the larger it is, the less often.
-        if not now and not self._is_due(name, max(self._pace.every_file, fingerprint[0] / _BYTES_PER_S)):
+        every_s = self._pace.every_record if name == _RECORD else self._pace.every_file
+        if not now and not self._is_due(name, max(every_s, state.st_size / _BYTES_PER_S)):
             return False
         try:
             self.store.write(name, path)
@@ -321,22 +319,12 @@ class Uploader:
         self._sent[name], self._sent_at[name] = fingerprint, time.monotonic()
         return True
 
-    def _send_record(self, *, now: bool) -> bool:
-        path = self.root / _RECORD
-        if (fingerprint := _fingerprint(path)) is None or self._sent.get(_RECORD) == fingerprint:
-            return True
-        if not now and not self._is_due(_RECORD, self._pace.every_record):
-            return False
-        self.store.write(_RECORD, path.read_bytes())
-        self._sent[_RECORD], self._sent_at[_RECORD] = fingerprint, time.monotonic()
-        return True
-
     def _send_new_attempt(self) -> None:
         """Upload the record of a new attempt before its checkpoints: a driver that resumes counts them."""
         with suppress(OSError, RecordError):
             attempts = len(RunRecord.from_json((self.root / _RECORD).read_bytes()).attempts)
             if attempts != self._sent_attempts:
-                self._send_record(now=True)
+                self._send_file(_RECORD, now=True)
                 self._sent_attempts = attempts
 
 
@@ -352,24 +340,3 @@ def _parts_in(files: Mapping[str, Listed], root: Path) -> dict[str, _Part]:
             *before, last = (each.size_bytes for each in objects.values())
             parts[name] = _Part(len(before), sum(before), sum(before) + last)
     return parts
-
-
-def _walk(path: Path) -> Iterable[Path]:
-    """Yield the regular files at or below a path. Links, and files that vanish meanwhile, are left out."""
-    with suppress(OSError):
-        if path.is_symlink() or _TEMPORARY.fullmatch(path.name) or path.name.startswith(INCOMING):
-            return
-        if path.is_file():
-            yield path
-        else:
-            for entry in sorted(path.iterdir()):
-                yield from _walk(entry)
-
-
-def _fingerprint(path: Path) -> _Fingerprint | None:
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    # Times are coarse: a file that is replaced twice within 10 ms differs at least in its inode.
-    return state.st_size, state.st_mtime_ns, state.st_ino

@@ -123,7 +123,7 @@ def test_wrong_option_is_named_as_it_was_typed(call: Call, options: str, error: 
 
 
 def test_no_cluster_is_an_empty_list(call: Call) -> None:
-    assert call("status") == (0, "", "no clusters; ddptrain cluster up starts one\n")
+    assert call("status") == (0, "", "ddptrain: no clusters; ddptrain cluster up starts one\n")
     assert call("status", "--json") == (0, "[]\n", "")
 
 

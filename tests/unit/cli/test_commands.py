@@ -207,7 +207,6 @@ def test_run_of_a_store_is_stopped_on_its_drivers_host(
         ("optuna", "sweep c.yaml"),
         ("apprise", "retrain c.yaml"),
         ("apprise", "notify test c.yaml"),
-        ("matplotlib", "results compare a-1 --plot a.png"),
     ],
 )
 def test_command_that_lacks_the_package_of_an_extra_names_the_pip_command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,12 +78,6 @@ def test_cluster_whose_scheduler_is_gone_or_elsewhere_is_told(
     assert (code, out) == (4, "") and "runs on the host login2" in err
 
 
-@pytest.mark.usefixtures("folder")
-def test_what_is_there_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = dry_run(capsys, "--set", "cluster.gpus=0")
-    assert (code, err) == (0, "") and "workload: petnames" in out
-
-
 # --- How many ranks a machine gets, and on which GPUs ---
 
 
@@ -102,12 +95,6 @@ def test_more_ranks_than_gpus_are_refused_with_the_way_out() -> None:
         local_resources.local_resources(ClusterConfig(ranks=5), {})
 
 
-@pytest.mark.usefixtures("four_gpus")
-def test_more_gpus_than_there_are_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"cluster\.gpus is 5, but this machine has 4"):
-        local_resources.local_resources(ClusterConfig(gpus=5), {})
-
-
 def test_machine_without_gpus_gets_at_least_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddptrain.gpus.usable_cores", lambda: 2)
     assert local_resources.local_resources(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == LocalResources(2, ())
@@ -120,18 +107,6 @@ def test_more_ranks_than_cores_are_warned_of_on_the_cpu(monkeypatch: pytest.Monk
     expected = "40 ranks share 2 cores: their start and each step take longer; --ranks 2 may be faster"
     assert local_resources.crowding(LocalResources(40, ()), 2) == expected
     assert local_resources.crowding(LocalResources(40, tuple("0123")), 2) == ""
-
-
-def test_limit_on_the_size_of_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"now": resource.RLIM_INFINITY}
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda kind: (limits["now"], -1) if kind == resource.RLIMIT_FSIZE else ()
-    )
-    assert local_resources.resource_warnings(LocalResources(1, ()), 8) == []
-    limits["now"] = 102_400
-    assert local_resources.resource_warnings(LocalResources(1, ()), 8) == [
-        "files may have at most 102,400 bytes (ulimit -f): larger logs and checkpoints fail; raise the limit"
-    ]
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,6 @@ def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_pa
         telling.attempt_over()
         telling.training(())
         assert heard.lines == ["training"]
-
-
-def test_the_time_of_activities_is_in_the_events_alone(tmp_path: Path) -> None:
-    heard = Heard()
-    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
-        Recorder(writer, [heard]).rank_event(0, events.Timed(2_500_000_000, "evaluation", 1.5))
-        (line,) = writer.layout.events_jsonl.read_text().splitlines()
-    expected = {"event": "timed", "time_s": 2.5, "rank": 0, "activity": "evaluation", "seconds": 1.5}
-    assert json.loads(line) == expected and heard.lines == []
 
 
 def saved(step: int, epoch: float | None = None, **metrics: float) -> events.CheckpointSaved:

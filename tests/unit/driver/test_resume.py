@@ -48,11 +48,6 @@ def test_auto_takes_the_newest_that_did_not_succeed(tmp_path: Path) -> None:
     assert auto(tmp_path) == ("newer", "continuing run newer, which was cancelled")
 
 
-def test_auto_says_what_had_failed(tmp_path: Path) -> None:
-    ended(tmp_path, "one", RunStatus.FAILED)
-    assert auto(tmp_path)[1] == "continuing run one, which failed (killed by SIGKILL)"
-
-
 def test_alias_of_the_starting_weights_stands_for_the_version_that_a_run_began_with(tmp_path: Path) -> None:
     ended(tmp_path, "one", RunStatus.FAILED, config(weights="model:dogs@3"))
     assert auto(tmp_path, config(weights="model:dogs@champion"))[0] == "one"
@@ -77,37 +72,11 @@ def test_configuration_of_a_run_that_is_a_bomb_is_not_read(tmp_path: Path, text:
     assert time.process_time() - began < 5.0
 
 
-def test_auto_starts_afresh_after_a_success(tmp_path: Path) -> None:
-    ended(tmp_path, "failed", RunStatus.FAILED)
-    ended(tmp_path, "good", RunStatus.SUCCEEDED)
-    assert auto(tmp_path) == (None, "starting a new run: the last run of this name, good, has succeeded")
-
-
 def test_auto_starts_afresh_where_the_parameters_are_others(tmp_path: Path) -> None:
     ended(tmp_path, "failed", RunStatus.FAILED)
     folder, reason = auto(tmp_path, config(epochs=9, extra=True))
     assert folder is None
     assert reason.endswith("but had params.epochs 5 (now 9), params.extra not given (now True)")
-
-
-def test_change_from_or_to_a_default_shows_its_value(tmp_path: Path) -> None:
-    (tmp_path / "steps_of_night.py").write_text("BASE = 1\ndef main(ctx, lr=0.5, seed=-1, size=BASE): ...\n")
-
-    def resolved(**params: Any) -> ResolvedConfig:
-        made = RunConfig(workload="steps_of_night:main", name="night", params=params)
-        return resolve(made, tmp_path / "night.yaml")
-
-    ended(tmp_path / "runs", "night-1", RunStatus.FAILED, resolved(seed=4))
-    found, reason = auto(tmp_path / "runs", resolved(lr=0.1, size=2))
-    assert found is None
-    assert "params.lr 0.5, its default (now 0.1)" in reason
-    assert "params.size not given (now 2)" in reason
-    assert "params.seed 4 (now -1, its default)" in reason
-    assert "had params.seed 4 (now -1, its default)" in auto(tmp_path / "runs", resolved())[1]  # and no `params`
-
-
-def test_auto_starts_afresh_where_there_is_none(tmp_path: Path) -> None:
-    assert auto(tmp_path / "runs")[0] is None
 
 
 @pytest.mark.parametrize("later", [None, RunStatus.FAILED, RunStatus.SUCCEEDED])
@@ -193,11 +162,6 @@ def test_auto_goes_on_with_other_parameters_where_they_are_allowed(tmp_path: Pat
     assert choice.folder == tmp_path / "newer" and choice.reason.endswith(", with params.epochs 5 (now 9)")
 
 
-def test_auto_that_allows_changes_still_starts_afresh_after_a_success_without_any(tmp_path: Path) -> None:
-    ended(tmp_path, "good", RunStatus.SUCCEEDED)
-    assert choose(tmp_path, "auto", config(), allow_changes=True).folder is None
-
-
 def test_a_run_that_was_resumed_since_it_was_chosen_is_not_resumed_again(tmp_path: Path) -> None:
     ended(tmp_path, "one", RunStatus.FAILED)
     seen = choose(tmp_path, "auto", config(), allow_changes=False).driver
@@ -217,12 +181,6 @@ def test_named_run_is_refused_where_it_succeeded_or_was_another(tmp_path: Path) 
         choose(tmp_path, "other", config(), allow_changes=False)
     with pytest.raises(RunNotFound):
         choose(tmp_path, "nothing", config(), allow_changes=False)
-
-
-def test_changes_that_are_allowed_are_told(tmp_path: Path) -> None:
-    ended(tmp_path, "other", RunStatus.FAILED, config(epochs=1))
-    choice = choose(tmp_path, "other", config(), allow_changes=True)
-    assert choice.folder == tmp_path / "other" and choice.reason.endswith(", with params.epochs 1 (now 5)")
 
 
 def test_secrets_are_not_taken_for_changes(tmp_path: Path) -> None:

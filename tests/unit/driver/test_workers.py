@@ -62,7 +62,7 @@ def started(workers: Workers, places: list[RankPlace], code: str) -> list[RankSp
         )
         for place in places
     ]
-    workers.give(specs)
+    workers.give(specs, places)
     workers.submit(specs, [place.slot for place in places])
     return specs
 
@@ -130,6 +130,16 @@ def test_task_that_fails_is_a_message_for_each_of_its_ranks(dask: DaskBench) -> 
         driver.client.cancel(list(workers.futures.values()), force=True)
         failed = [received(workers.inbox, TaskFailed) for _ in specs]
         assert sorted(each.rank for each in failed) == [0, 1] and "was cancelled" in failed[0].message
+
+
+def test_worker_that_takes_no_specs_is_a_message_with_the_cause(dask: DaskBench) -> None:
+    dask.foreign(name="plain")
+    with dask.driver(workers=2) as driver, opened(driver) as workers:
+        places = reserved(workers, 3)
+        driver.remove("plain")
+        started(workers, places, SLEEPS)
+        failed = received(workers.inbox, TaskFailed)
+        assert places[failed.rank].slot.worker == driver.workers["plain"] and "is not attached" in failed.message
 
 
 def test_messages_of_others_that_are_not_valid_are_counted(dask: DaskBench) -> None:

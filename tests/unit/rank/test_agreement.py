@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.agreement import Agreement, PreemptedExit
-from tests.support.pace import is_cheap
+from ddptrain.rank.agreement import Agreement
 from tests.unit.rank.ranks import Gang
 from tests.unit.specs import make_spec
 
@@ -78,21 +77,7 @@ def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(work
     assert 3 <= len(calls) <= took_s / 0.1
 
 
-def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
-    rank = alone(every_s=3600.0, every_steps=10**9)
-    assert is_cheap(lambda call: rank.call(call + 1, 0.5, last=False), 10e-6)
-
-
 # --- the last call ---
-
-
-def test_single_rank_ends_with_its_next_call() -> None:
-    rank = alone(every_steps=100)
-    assert rank.call(1, None, last=False) == (False, False)
-    rank.end()
-    rank.end()
-    assert rank.call(2, None, last=False) == (True, True)
-    assert PreemptedExit().code == 75
 
 
 @pytest.mark.parametrize(("read", "last", "early"), [(True, False, True), (True, True, False), (False, False, False)])

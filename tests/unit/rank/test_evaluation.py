@@ -14,7 +14,7 @@ import torch
 
 from ddptrain.rank.checkpoint.files import write, write_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
-from ddptrain.rank.evaluation import SavedCheckpoint, checked_metrics, evaluate, saved_checkpoints
+from ddptrain.rank.evaluation import SavedCheckpoint, checked_metrics, evaluate
 
 NAN = float("nan")
 
@@ -115,18 +115,6 @@ def test_ranks_that_return_different_numbers_are_an_error(scorers: ModuleType) -
 def test_values_that_are_no_metrics_are_refused(returned: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         checked_metrics(returned)
-
-
-def test_numbers_tensors_and_nan_are_metrics() -> None:
-    found = checked_metrics({"a": 1, "b": torch.tensor(2.5), "c": NAN})
-    assert (found["a"], found["b"]) == (1.0, 2.5) and math.isnan(found["c"])
-
-
-def test_checkpoints_know_what_they_are_compared_with() -> None:
-    new, old = saved_checkpoints(TARGETS, {"width": 3}, "more.csv")
-    assert (new.name, new.path, new.step, new.epoch) == ("new", Path("/new"), 7, 1.0)
-    assert new.params == {"width": 3} and new.data == "more.csv" and new.metrics == {"val/loss": 2.0}
-    assert new.compared == old.compared == {"new": Path("/new"), "old": Path("/old")}
 
 
 def test_saved_checkpoint_loads_weights_and_state_into_a_model(tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._utils import ExceptionWrapper
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.distributed import DistBackendError
 
+import ddptrain
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
 from ddptrain.rank import failure as failures
@@ -104,32 +106,11 @@ def test_an_end_and_a_lost_peer_are_no_failures_that_explain_others(error: BaseE
         assert _handled() is None
 
 
-@pytest.mark.parametrize(("length", "kept"), [(4_000, 4_000), (4_001, 4_000)])
-def test_message_of_a_failure_has_at_most_4000_characters(length: int, kept: int) -> None:
-    message = failures.failure(ValueError("x" * length), "train").message
-    assert message.count("x") <= kept and len(message) <= length + 100
-    assert (message == "x" * length) is (length == kept)
-
-
-@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), ("text", 1), (1.5, 1)])
-def test_exit_code_is_that_of_python(code: object, expected: int) -> None:
-    assert failures.exit_code(SystemExit(code)) == expected
-
-
 def test_failure_has_type_phase_and_a_traceback_of_at_most_100_000_characters() -> None:
     failed = failures.failure(ValueError("x" * 100_001), "rendezvous")
     assert (failed.type, failed.phase, failed.exit_code, failed.handled) == ("ValueError", "rendezvous", None, False)
     assert 100_000 < len(failed.traceback) < 100_050 and " characters] ..." in failed.traceback
     assert failed.time_ns > 0 and not (failed.lost_peer or failed.timed_out or failed.unwritable)
-
-
-@pytest.mark.parametrize(
-    ("code", "expected", "message"), [(3, 3, "sys.exit(3)"), ("no data", 1, "sys.exit('no data')")]
-)
-def test_exit_with_a_code_is_a_failure_with_this_code(code: object, expected: int, message: str) -> None:
-    failed = failures.bad_exit(SystemExit(code), "train")
-    assert (failed.type, failed.message, failed.exit_code, failed.phase) == ("SystemExit", message, expected, "train")
-    assert failed.traceback.startswith("SystemExit: ")
 
 
 def exit_of(code: Callable[[], object]) -> SystemExit:
@@ -186,12 +167,6 @@ def test_exception_without_a_message_names_its_line(error: BaseException) -> Non
         raise error  # the line
     line = error.__traceback__.tb_lineno if error.__traceback__ else 0
     assert failures.failure(error, "train").message == f"raise error  # the line (test_failure.py:{line})"
-
-
-def test_import_error_that_names_the_interpreter_gets_no_note() -> None:
-    for error in (ModuleNotFoundError(f"no module 'x' for {sys.executable}"), ImportError("no name")):
-        failures.add_search_path(error)
-        assert not hasattr(error, "__notes__")
 
 
 class Unreadable(Exception):
@@ -313,36 +288,104 @@ def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone
     assert failures.failure(error, "train").message == "bad label"
 
 
-@pytest.mark.parametrize(
-    ("end", "kind", "message"),
-    [
-        ("ValueError: no label", "ValueError", "no label (in Process 1 of mp.spawn)"),
-        ("mine.data.Broken: no label\nsecond: line", "Broken", "no label (in Process 1 of mp.spawn)\nsecond: line"),
-        ("AssertionError", "AssertionError", " (in Process 1 of mp.spawn)"),
-    ],
-)
-def test_exception_in_a_spawned_process_is_reported_as_itself(end: str, kind: str, message: str) -> None:
-    trace = f'Traceback (most recent call last):\n  File "a.py", line 6, in main\n    fail()\n    ^^^^^^\n{end}\n'
-    text = f"\n\n-- Process 1 terminated with the following error:\n{trace}"
-    told = failures.failure(ProcessRaisedException(text, 1, 77), "train")
-    assert (told.type, told.message) == (kind, message)
-    assert "Process 1 terminated" in told.traceback and "a.py" in told.traceback
-
-
 def test_traceback_of_another_process_is_no_earlier_error() -> None:
     error = ValueError("bad label")
     error.__cause__ = RemoteTraceback("Traceback of the pool's process")
     assert failures.failure(error, "train").message == "bad label"
 
 
+# --- A traceback shows the user's frames, and one line for each sequence of a library's frames ---
+
+
+TORCH = (
+    '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'
+)
+MINE = '  File "/home/me/train.py", line 3, in main\n    model(x)\n    ^^^^^^^^\n'
+HEAD = "Traceback (most recent call last):\n"
+
+
+def test_frames_of_torch_become_one_line() -> None:
+    text = HEAD + MINE + TORCH * 3 + MINE + TORCH + "ValueError: boom\n"
+    said = HEAD + MINE + "  ... 3 frames of torch ...\n" + MINE + "  ... 1 frame of torch ...\n" + "ValueError: boom\n"
+    assert failures.shortened(text) == said
+
+
+def test_chained_errors_are_shortened_separately() -> None:
+    between = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    text = HEAD + TORCH * 2 + between + HEAD + MINE + TORCH * 2 + "KeyError: b\n"
+    fold = "  ... 2 frames of torch ...\n"
+    assert failures.shortened(text) == HEAD + fold + between + HEAD + MINE + fold + "KeyError: b\n"
+
+
+def test_frames_of_built_in_workloads_are_shown_and_others_of_ddptrain_are_not() -> None:
+    package = Path(ddptrain.__file__).parent
+    ours = f'  File "{package}/rank/context.py", line 1, in checkpoint\n    x\n'
+    workload = f'  File "{package}/workloads/petnames/train.py", line 1, in train\n    x\n'
+    frozen = '  File "<frozen importlib._bootstrap>", line 1, in _find\n'
+    assert failures.shortened(HEAD + workload + ours + frozen) == (
+        HEAD + workload + "  ... 1 frame of ddptrain ...\n" + "  ... 1 frame of Python ...\n"
+    )
+
+
+def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> None:
+    launcher = Path(ddptrain.__file__).parent / "rank" / "lifecycle.py"
+    scope: dict[str, Any] = {}
+    exec(compile("def launch(function):\n    function()\n", str(launcher), "exec"), scope)  # our own code
+
+    def user() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as raised:
+        scope["launch"](user)
+    text = failures.user_traceback(raised.value)
+    assert "in user" in text and text.endswith("ValueError: boom\n")
+    assert "lifecycle.py" not in text
+
+
+# --- Which errors make a rank a victim: another rank is gone, or did not come in time ---
+
+
 @pytest.mark.parametrize(
-    ("group", "message"),
+    "words",
     [
-        (ExceptionGroup("two", [ValueError("bad 1"), KeyError("k")]), "ValueError: bad 1)"),
-        (BaseExceptionGroup("two", [ExceptionGroup("in", [OSError()]), KeyboardInterrupt()]), "OSError)"),
+        "[/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout",
+        "Rank 0 timed out: Ranks 1 failed to pass monitoredBarrier in 3000 ms",
     ],
 )
-def test_group_is_named_with_its_first_exception(group: BaseException, message: str) -> None:
-    told = failures.failure(group, "train")
-    assert told.type == type(group).__name__
-    assert told.message == f"two (2 sub-exceptions) (the first is {message}"
+def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
+    told = failures.failure(RuntimeError(words), "train")
+    assert (told.timed_out, told.lost_peer) == (True, False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
+def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception) -> None:
+    assert not failures.failure(error, "train").timed_out
+
+
+@pytest.mark.parametrize(("folder", "lost"), [("/venv/torch/distributed/", True), ("/home/me/", False)])
+def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: bool) -> None:
+    code = "raise ConnectionResetError(104, 'Connection reset by peer')\n"
+    with pytest.raises(ConnectionResetError) as raised:
+        exec(compile(code, f"{folder}store.py", "exec"), {})
+    assert failures.lost_peer(raised.value) is lost
+    assert failures.failure(raised.value, "train").lost_peer is lost
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("NCCL AllReduce failed: remote process exited or there was a network error"), (True, False)),
+        (RuntimeError("NCCL communicator was aborted after a previous error"), (True, False)),
+        (RuntimeError("NCCL operation timed out"), (False, True)),
+        (DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:9, a message of a later version"), (True, False)),
+        (DistBackendError("wait timeout after 600000ms"), (False, True)),
+        (RuntimeError("NCCL error: invalid usage"), (False, False)),
+    ],
+)
+def test_error_of_a_collective_is_known_by_its_type_or_its_message(
+    error: RuntimeError, expected: tuple[bool, bool]
+) -> None:
+    found = failures.failure(error, "train")
+    assert (found.lost_peer, found.timed_out) == expected

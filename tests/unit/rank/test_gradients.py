@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,28 +14,17 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ddptrain.protocol import events
 from ddptrain.rank import gradients
 from ddptrain.rank.gradients import GradientSteps
-from tests.unit.rank.ranks import Rank
+from tests.unit.rank.ranks import CPU, MakeRank, Rank, make_rank
+
+__all__ = ["make_rank"]
 
 ROWS = torch.linspace(-1, 1, 40).reshape(20, 2)
-MakeRank = Callable[..., Rank]
 
 
-@pytest.fixture
-def make_rank(tmp_path: Path) -> Iterator[MakeRank]:
-    """Makes contexts of a run of one rank, with `prepare` of the configuration."""
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    ranks: list[Rank] = []
-
-    def make(resume_from: str = "", every_steps: int | None = None, **prepare: Any) -> Rank:
-        folder = tmp_path / f"rank-{len(ranks)}"
-        folder.mkdir()
-        ranks.append(Rank(folder, prepare=prepare, resume_from=resume_from, every_epochs=None, every_steps=every_steps))
-        return ranks[-1]
-
-    yield make
-    for rank in ranks:
-        rank.context.close()
-        rank.file.close()
+    yield
     dist.destroy_process_group()
 
 
@@ -113,7 +101,7 @@ def test_loader_that_was_left_early_does_not_end_a_window(make_rank: MakeRank) -
 def test_save_that_is_due_within_a_window_waits_for_its_end_and_the_resumed_run_ends_with_equal_weights(
     make_rank: MakeRank, precision: str, batch: int
 ) -> None:
-    rank = make_rank(accumulate=3, precision=precision, every_steps=batch)
+    rank = make_rank(accumulate=3, precision=precision, every_epochs=None, every_steps=batch)
     straight = Training(rank)
     saved = []
     for number in range(1, 10):
@@ -213,8 +201,6 @@ def test_gradients_are_averaged_also_where_only_another_rank_has_used_a_paramete
 
 
 # --- without a context ---
-
-CPU = torch.device("cpu")
 
 
 def weight() -> tuple[nn.Parameter, torch.optim.Optimizer]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from ddptrain.rank.loader import RankLoader, make_loader
-from tests.unit.rank.ranks import Rank
+from tests.unit.rank.ranks import CPU, MakeRank, make_rank
 
-CPU = torch.device("cpu")
+__all__ = ["make_rank"]
 
 
 def loaders(size: int, ranks: int, batch_size: int = 3, **more: object) -> list[RankLoader]:
@@ -39,25 +38,6 @@ def test_all_ranks_together_see_every_sample_once_in_an_order_of_the_epoch() -> 
     assert worker_group[0].epoch == 2
     second = seen(worker_group)
     assert sorted(second) == list(range(24)) and second != first
-
-
-@pytest.mark.parametrize(
-    ("size", "drop_last", "each", "different"),
-    [(25, False, 13, 25), (25, True, 12, 24), (27, False, 14, 27), (27, True, 12, 24)],
-)
-def test_ranks_have_equally_many_samples_of_an_odd_number(
-    size: int, drop_last: bool, each: int, different: int
-) -> None:
-    """`drop_last` leaves out the last batches that are not full on every rank, and repeats no sample."""
-    worker_group = loaders(size, ranks=2, drop_last=drop_last)
-    shares = [seen([loader]) for loader in worker_group]
-    assert [len(share) for share in shares] == [each, each]
-    assert len({*shares[0], *shares[1]}) == different
-    assert {*shares[0], *shares[1]} <= set(range(size))
-
-
-def test_order_is_kept_where_nothing_is_to_be_shuffled() -> None:
-    assert seen(loaders(6, ranks=1, shuffle=False)) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("ranks_after", [1, 2, 4])
@@ -90,19 +70,6 @@ def test_length_is_that_of_the_epoch_and_what_is_left_has_its_own_name(
     assert (len(loader), loader.remaining) == (length, length), "the next epoch"
 
 
-def test_resumed_epoch_has_its_whole_length_and_less_that_remains() -> None:
-    first, second = loaders(48, ranks=2, batch_size=4)[0], loaders(48, ranks=3, batch_size=4)[0]
-    seen([first], steps=2)
-    assert (len(first), first.remaining) == (6, 4)
-    second.load_state_dict(first.state_dict())
-    assert (len(second), second.remaining) == (4, 3), "by the ranks that there are now"
-    assert len(seen([second])) == 3 * 4 - 1, "32 samples are left, for 3 ranks 11 each"
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=2, steps_per_epoch=len(second))
-    assert schedule.total_steps == 8
-
-
 def test_epoch_that_was_complete_is_over() -> None:
     (loader,) = loaders(7, ranks=1)
     for _ in loader:
@@ -119,12 +86,6 @@ def shares(size: int, ranks: int, **more: object) -> list[list[int]]:
 def test_order_is_the_permutation_of_seed_and_epoch_and_ranks_take_turns() -> None:
     expected = torch.randperm(24, generator=torch.Generator().manual_seed(5 * 1_000_003 + 1)).tolist()
     assert shares(24, 2) == [expected[::2], expected[1::2]]
-
-
-def test_seeds_of_any_size_are_reduced_to_63_bits() -> None:
-    seed = (10**18 * 1_000_003 + 1) % 2**63
-    expected = torch.randperm(24, generator=torch.Generator().manual_seed(seed)).tolist()
-    assert shares(24, 1, seed=10**18) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -171,25 +132,6 @@ def test_random_numbers_of_workers_differ_by_rank_and_repeat_in_each_run() -> No
     assert len(set(seeds())) == 3 and seeds() == seeds()
 
 
-def test_defaults_of_torchs_dataloader_can_be_changed() -> None:
-    (plain,), (kept,) = loaders(24, ranks=1), loaders(24, ranks=1, num_workers=1)
-    (changed,) = loaders(24, ranks=1, num_workers=1, persistent_workers=False)
-    assert [one.persistent_workers for one in (plain, kept, changed)] == [False, True, False]
-    assert plain.pin_memory is False
-    device = torch.device("cuda")
-    on_gpu = make_loader(torch.arange(4), 2, 0, 1, device, shuffle=True, seed=0, drop_last=False)  # type: ignore[arg-type]
-    assert on_gpu.pin_memory is True
-
-
-def test_epoch_that_is_set_again_keeps_its_position_and_another_one_begins() -> None:
-    (loader,) = loaders(24, ranks=1)
-    seen([loader], steps=2)
-    loader.set_epoch(1)
-    assert loader.state_dict() == {"epoch": 1, "taken": 6}
-    loader.set_epoch(4)
-    assert loader.state_dict() == {"epoch": 4, "taken": 0}
-
-
 def test_data_without_a_length_is_refused() -> None:
     class Stream(torch.utils.data.IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -205,11 +147,9 @@ def test_sampler_of_the_user_is_refused_with_what_to_do(name: str) -> None:
         make_loader(range(4), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False, **{name: None})  # type: ignore[arg-type]
 
 
-def test_place_of_each_loader_stands_in_the_checkpoint_and_epochs_go_on(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
+def test_checkpoint_has_the_position_of_each_loader_and_epochs_continue(make_rank: MakeRank) -> None:
     model = torch.nn.Linear(1, 1)
-    one = Rank(tmp_path / "one")
+    one = make_rank()
     data: torch.utils.data.Dataset[torch.Tensor] = torch.arange(8)  # type: ignore[assignment]
     loader = one.context.loader(data, batch_size=2)
     found = []
@@ -222,14 +162,12 @@ def test_place_of_each_loader_stands_in_the_checkpoint_and_epochs_go_on(tmp_path
             break
     one.context.checkpoint(model=model, step=6)
     one.context.close()
-    one.file.close()
-    two = Rank(tmp_path / "two", resume_from=str(tmp_path / "one" / "staging" / "checkpoint-0"))
+    two = make_rank(resume_from=str(one.folder / "staging" / "checkpoint-0"))
     two.context.resume(model=model)
     again = two.context.loader(data, batch_size=2)
     epochs = []
     for epoch in two.context.epochs(3):
         epochs.append(epoch)
         found += [int(sample) for batch in again for sample in batch]
-    two.file.close()
     assert epochs == [2, 3]
     assert sorted(found) == sorted([*range(8)] * 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,19 @@ import pytest
 import torch
 from PIL import Image
 
-from ddptrain.protocol import events
 from ddptrain.rank.media import png
 from ddptrain.tracking import items
-from tests.unit.rank.ranks import Rank
+from tests.unit.rank.ranks import Rank, make_rank, rank
 from tests.unit.tracking.trackers import House, Recorder
+
+__all__ = ["make_rank", "rank"]
 
 # --- Pictures and tables of a rank: files in the run directory, and the same to trackers where there are any ---
 
 
-@pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    made = Rank(tmp_path)
-    yield made
-    made.file.close()
-
-
 def saved(rank: Rank) -> dict[str, bytes]:
     """The files that were handed over, by path."""
-    told = [event for event in rank.events() if isinstance(event, events.FileSaved)]
-    return {event.path: (rank.folder / "staging" / event.staging).read_bytes() for event in told}
+    return {path: staged.read_bytes() for path, staged in rank.saved().items()}
 
 
 def pixels(data: bytes) -> Any:
@@ -39,47 +31,6 @@ def pixels(data: bytes) -> Any:
 
 
 _RED = np.array([[[255, 0, 0], [0, 128, 0]]], np.uint8)  # one row of two pixels
-
-
-@pytest.mark.parametrize(
-    "image",
-    [
-        _RED,
-        _RED / 255,
-        torch.from_numpy(_RED).permute(2, 0, 1),
-        torch.from_numpy(_RED / 255).permute(2, 0, 1).bfloat16().requires_grad_(),
-        torch.from_numpy(_RED / 255).permute(2, 0, 1) * 1.0,
-        Image.fromarray(_RED),
-        Image.fromarray(_RED).convert("P", palette=Image.Palette.ADAPTIVE),
-    ],
-    ids=["array", "floats", "tensor", "bfloat16 with gradient", "double", "PIL", "palette"],
-)
-def test_picture_of_any_kind_is_kept_as_it_is(image: Any) -> None:
-    assert np.abs(pixels(png(image)).astype(int) - _RED).max() <= 1
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (1, 3, 4)])
-def test_grey_picture_stays_grey_and_odd_values_are_cut_off(shape: tuple[int, ...]) -> None:
-    values = torch.full(shape, 0.5)
-    values.view(-1)[:3] = torch.tensor([-1.0, 7.0, float("nan")])
-    grey = pixels(png(values))
-    assert grey.shape == (3, 4)
-    assert grey.reshape(-1)[:4].tolist() == [0, 255, 0, 128]
-
-
-@pytest.mark.parametrize(
-    ("image", "error", "words"),
-    [
-        (torch.zeros(5, 4, 3), ValueError, r"\[3, H, W\].*not \[5, 4, 3\]"),
-        (torch.zeros(2, 3, 4, 4), ValueError, "shape"),
-        (np.zeros((0, 4, 3)), ValueError, "shape"),
-        (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, "not of int64"),
-        ("cat.png", TypeError, "not str"),
-    ],
-)
-def test_what_is_no_picture_is_refused_in_words(image: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        png(image)
 
 
 def test_pictures_are_named_by_step_and_rank_and_counted_where_there_are_several(rank: Rank) -> None:
@@ -142,7 +93,7 @@ def test_trackers_get_what_the_run_directory_has(rank: Rank, tmp_path: Path) -> 
     rank.context.log_image("examples", _RED, step=1, caption="red")
     rank.context.log_table("predictions", ["image", "score"], [[_RED, 0.5]], step=1)
     rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
-    (tmp_path / "staging" / "file-0").unlink()  # the driver has taken it home
+    (rank.folder / "staging" / "file-0").unlink()  # the driver has taken it home
     rank.context.close()
     house.close()
     logged, image, table, checkpoint = reader.items

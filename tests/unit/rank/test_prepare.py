@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.rank.prepare import prepare_model
-from tests.unit.rank.ranks import Rank
+from ddptrain.rank.prepare import prepare_model, use_compile_cache
+from tests.unit.rank.ranks import CPU, MakeRank, make_rank
+from tests.unit.specs import make_spec
 
-CPU = torch.device("cpu")
+__all__ = ["make_rank"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,20 +63,9 @@ def test_bf16_computes_under_autocast_and_keeps_weights_and_their_names() -> Non
     assert prepare_model(model(), CPU, {"precision": "fp32"})(images).dtype == torch.float32
 
 
-def test_unknown_precision_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="precision is 'fp8': choose one of fp32, bf16, fp16"):
-        prepare_model(model(), CPU, {"precision": "fp8"})
-
-
 def test_model_without_trainable_parameters_is_not_wrapped() -> None:
     mine = model().requires_grad_(False)
     assert prepare_model(mine, CPU, {}) is mine
-
-
-def test_model_with_some_trainable_parameters_is_wrapped() -> None:
-    mine = model()
-    mine[0].requires_grad_(False)
-    assert bare(prepare_model(mine, CPU, {})) is mine
 
 
 def test_arguments_of_ddp_are_passed_on() -> None:
@@ -93,12 +84,9 @@ def test_arguments_of_ddp_are_passed_on() -> None:
     ],
 )
 def test_arguments_of_ctx_prepare_come_before_the_configuration(
-    tmp_path: Path, said: dict[str, Any], expected: tuple[torch.dtype, bool]
+    make_rank: MakeRank, said: dict[str, Any], expected: tuple[torch.dtype, bool]
 ) -> None:
-    rank = Rank(tmp_path, prepare={"precision": "bf16", "channels_last": True})
-    ready = rank.context.prepare(model(), **said)
-    rank.context.close()
-    rank.file.close()
+    ready = make_rank(precision="bf16", channels_last=True).context.prepare(model(), **said)
     is_channels_last = not bare(ready)[0].weight.is_contiguous()  # type: ignore[index]
     assert (ready(torch.ones(1, 3, 4, 4)).dtype, is_channels_last) == expected
 
@@ -111,3 +99,31 @@ def test_model_is_wrapped_only_once() -> None:
             prepare_model(again, CPU, {})
     with pytest.raises(ValueError, match="a model in DistributedDataParallel: give it the model inside"):
         prepare_model(DistributedDataParallel(model()), CPU, {})
+
+
+# --- where compiled code is kept, and who may own that folder ---
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mode", "used"),
+    [
+        ("", None, "the user's cache"),
+        ("", 0o700, "the user's cache"),
+        ("/tmp/torchinductor_someone", None, "the user's cache"),  # torch's default
+        ("/mine", None, "as chosen"),
+        ("", 0o770, "staging"),  # others could write code that is executed
+    ],
+)
+def test_folder_of_compiled_code_is_private_or_the_users_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, mode: int | None, used: str
+) -> None:
+    root, spec = tmp_path / "ddptrain" / "compile", make_spec(env={"TORCHINDUCTOR_CACHE_DIR": chosen} if chosen else {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
+    if mode is not None:
+        root.mkdir(parents=True)
+        root.chmod(mode)
+    use_compile_cache(spec)
+    folders = {"the user's cache": str(root), "as chosen": chosen, "staging": str(Path(spec.host.staging) / "compile")}
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folders[used]
+    assert used != "the user's cache" or root.stat().st_mode & 0o777 == 0o700

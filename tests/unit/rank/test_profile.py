@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,47 +13,29 @@ import torch
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import StepProfile
-from ddptrain.rank.context import RankContext
-from ddptrain.rank.output import Emitter
-from ddptrain.rank.profile import note_unused
-from tests.unit.specs import make_spec
+from tests.unit.rank.ranks import Rank
 
 
-class Rank:
-    """A context with its events file and staging folder."""
-
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        self.folder = folder
-        self.file = (folder / "events").open("ab", buffering=0)
-        (folder / "staging").mkdir()
-        self.spec = make_spec(**{"staging": str(folder / "staging"), "world_size": 1, **changes})
-        self.emitter = Emitter(self.file.fileno())
-        self.context = RankContext(self.spec, self.emitter, torch.device("cpu"))
+class ProfiledRank(Rank):
+    """A rank whose steps have operators with names of their own."""
 
     def step(self, number: int) -> None:
-        """Take a step whose operator has a name of its own, and report it."""
+        """Take a step, and report it."""
         with torch.profiler.record_function(f"work-{number}"):
             torch.ones(4) + number
         self.context.log({"loss": 0.5}, step=number)
 
-    def events(self) -> list[events.Event]:
-        return [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]
-
     def notes(self) -> list[tuple[str, str]]:
-        return [(event.level, event.message) for event in self.events() if isinstance(event, events.Note)]
-
-    def files(self) -> dict[str, Path]:
-        saved = [event for event in self.events() if isinstance(event, events.FileSaved)]
-        return {event.path: self.folder / "staging" / event.staging for event in saved}
+        return [(event.level, event.message) for event in self.events(events.Note)]
 
     def recorded(self, path: str) -> list[int]:
         """The numbers of the steps whose work is in a trace."""
-        trace = json.loads(gzip.decompress(self.files()[path].read_bytes()))
+        trace = json.loads(gzip.decompress(self.saved()[path].read_bytes()))
         names = {event["name"] for event in trace["traceEvents"]}
         return sorted(int(name.removeprefix("work-")) for name in names if name.startswith("work-"))
 
 
-Make = Callable[..., Rank]
+Make = Callable[..., ProfiledRank]
 
 
 @pytest.fixture
@@ -62,9 +43,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")  # a profile sets it
     made: list[Rank] = []
 
-    def make_rank(**changes: Any) -> Rank:
-        made.append(Rank(tmp_path, **changes))
-        return made[-1]
+    def make_rank(**changes: Any) -> ProfiledRank:
+        made.append(rank := ProfiledRank(tmp_path / str(len(made)), **changes))
+        return rank
 
     yield make_rank
     for rank in made:
@@ -83,7 +64,7 @@ def test_configured_steps_are_recorded_and_no_others(make: Make) -> None:
     ((level, message),) = rank.notes()
     assert level == "info" and message.startswith("profile: steps 3 to 5 recorded in artifacts/profile/steps-3-5")
     assert sorted(path.name for path in (rank.folder / "staging").iterdir()) == sorted(
-        path.name for path in rank.files().values()
+        path.name for path in rank.saved().values()
     )
 
 
@@ -104,7 +85,7 @@ def test_progress_in_steps_counts_and_that_of_samples_does_not(make: Make) -> No
     for number in range(1, 5):
         rank.context.progress(number * 64, 1000)
         rank.context.progress(number, unit="steps")
-    assert TRACE.format(2, 3) in rank.files()
+    assert TRACE.format(2, 3) in rank.saved()
 
 
 def test_a_run_that_resumes_inside_the_range_records_the_rest(make: Make) -> None:
@@ -127,17 +108,17 @@ def test_a_failed_run_discards_the_profile(make: Make) -> None:
     for number in range(1, 4):
         rank.step(number)
     rank.context.close(1.0, failed=True)
-    assert rank.files() == {} and list((rank.folder / "staging").iterdir()) == []
+    assert rank.saved() == {} and list((rank.folder / "staging").iterdir()) == []
     assert rank.notes() == [("info", "profile: steps 2 to 9 were not recorded: the rank has ended before")]
 
 
 @pytest.mark.parametrize(
     ("reported", "said"),
     [
-        ([], "the workload has reported no step; report each step, with ctx.checkpoint"),
+        ([], "the last reported step is 0; report each step, with ctx.checkpoint"),
         ([1, 2], "the last reported step is 2"),
-        ([9], "the first report is of step 9"),
-        ([1, 9], "they are between two reports, of steps 1 and 9; report each step"),
+        ([9], "after step 0, step 9 was reported"),
+        ([1, 9], "after step 1, step 9 was reported; report each step"),
     ],
 )
 def test_steps_that_do_not_come_are_a_warning(make: Make, reported: list[int], said: str) -> None:
@@ -147,14 +128,14 @@ def test_steps_that_do_not_come_are_a_warning(make: Make, reported: list[int], s
     rank.context.close()
     ((level, message),) = rank.notes()
     assert level == "warning" and message.startswith(f"profile: steps 3 to 5 were not recorded: {said}")
-    assert rank.files() == {}
+    assert rank.saved() == {}
 
 
 def test_other_ranks_record_nothing_and_a_rank_that_does_not_exist_is_told(make: Make) -> None:
     rank = make(profile=StepProfile(1, 2, (1, 7)))
     for number in range(4):
         rank.step(number)
-    assert rank.files() == {}
+    assert rank.saved() == {}
     assert rank.notes() == [("warning", "profile: there is no rank 1, 7: the run has ranks 0 to 0")]
 
 
@@ -177,16 +158,6 @@ def test_second_profile_at_the_same_time_is_refused(make: Make) -> None:
         rank.context.profile(steps=(7, 8))
 
 
-def test_reports_of_another_thread_do_not_begin_a_profile(make: Make) -> None:
-    rank = make(profile=StepProfile(2, 3))
-    thread = threading.Thread(target=rank.step, args=(1,))
-    thread.start()
-    thread.join()
-    rank.step(2)
-    rank.step(3)
-    assert list(rank.files()) == [TRACE.format(3, 3)]
-
-
 def test_trace_that_cannot_be_written_is_a_warning(make: Make) -> None:
     rank = make(profile=StepProfile(1, 2))
     rank.step(0)
@@ -196,10 +167,4 @@ def test_trace_that_cannot_be_written_is_a_warning(make: Make) -> None:
     rank.context.close()
     ((level, message),) = rank.notes()
     assert level == "warning" and "steps 1 to 2 of rank 0 were not recorded: " in message
-    assert rank.files() == {}
-
-
-def test_script_without_a_context_is_told_why_nothing_is_recorded(make: Make) -> None:
-    rank = make(profile=StepProfile(1, 2))
-    note_unused(rank.spec, rank.emitter)
-    assert "the script has not called ddptrain.context()" in rank.notes()[0][1]
+    assert rank.saved() == {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank import rank_process
+from ddptrain.rank import lifecycle
 from ddptrain.rank.entrypoint import load_function
 from tests.unit.specs import make_spec
 
@@ -36,11 +36,6 @@ def test_method_of_a_class_is_found_and_a_missing_one_is_an_error() -> None:
     assert load_function("collections:Counter.fromkeys").__name__ == "fromkeys"
     with pytest.raises(AttributeError, match=r"no 'most'; it has copy, elements, most_common, .*update$"):
         load_function("collections:Counter.most")
-
-
-def test_target_that_is_not_a_function_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"not a function"):
-        load_function("sys:path")
 
 
 def test_missing_import_inside_the_users_module_is_the_users_error(
@@ -74,20 +69,9 @@ def test_modules_of_the_project_are_searched_first_and_once_but_for_built_in_wor
     workdir.mkdir()
     code = {"workload": "m:f", "workdir": str(workdir), "sys_path": ("/p", "/q")}
     spec = make_spec(**{"env": {"OF_THE_RANK": "2"}, **code, **changes})
-    rank_process._enter_environment(spec)
+    lifecycle._enter_environment(spec)
     assert sys.path == [entry.format(workdir=workdir) for entry in path]
     assert (os.environ, sys.argv, Path.cwd()) == (spec.env, ["m:f"], workdir)
-
-
-# --- the process ---
-
-
-def test_spec_is_read_from_a_descriptor_that_stays_open(tmp_path: Path) -> None:
-    path = tmp_path / "spec"
-    path.write_text(make_spec(rank=3).to_json())
-    with path.open() as file:
-        assert rank_process.read_spec(file.fileno()) == make_spec(rank=3)
-        os.fstat(file.fileno())
 
 
 # --- What a warm rank server has imported ---

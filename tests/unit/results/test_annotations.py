@@ -1,27 +1,21 @@
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from ddptrain.errors import ClusterError, UsageError
+from ddptrain.errors import UsageError
 from ddptrain.results.annotations import (
     FILE,
     Annotations,
     checked_note,
     edit_folder,
-    edit_stored,
     read_annotations,
     tag_changes,
 )
-from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import Origin
-from ddptrain.storage.object_store import ObjectStore
-from ddptrain.storage.store import Versioned, WriteConflict
-from tests.unit.results.stores import watched_store
 
 
 @pytest.mark.parametrize(
@@ -40,13 +34,6 @@ def test_what_is_not_valid_is_left_out(data: bytes | None, expected: Annotations
     assert Annotations.parse(data) == expected
 
 
-def test_tags_are_added_once_and_removed() -> None:
-    annotations = Annotations(("a", "b"), "note").with_tags(["c", "a"], ["b", "x"])
-    assert annotations == Annotations(("a", "c"), "note")
-    with pytest.raises(UsageError, match="50 tags, not 51"):
-        annotations.with_tags(f"t{number}" for number in range(49))
-
-
 def test_words_are_changes() -> None:
     assert tag_changes(["+good", "plain", "-old"]) == (["good", "plain"], ["old"])
     with pytest.raises(UsageError, match="good is both added and removed"):
@@ -57,14 +44,6 @@ def test_words_are_changes() -> None:
 def test_invalid_tags_are_refused(word: str) -> None:
     with pytest.raises(UsageError, match="is not a tag"):
         tag_changes([word])
-
-
-def test_notes_are_checked() -> None:
-    assert checked_note(" two\nlines\t. \n") == "two\nlines\t."
-    with pytest.raises(UsageError, match=r"U\+001B"):
-        checked_note("a\x1b[31m")
-    with pytest.raises(UsageError, match="4,001 characters"):
-        checked_note("x" * 4001)
 
 
 def test_fifty_tags_and_4000_characters_are_read_and_taken() -> None:
@@ -88,21 +67,6 @@ def test_changes_at_once_all_count(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {FILE, f".{FILE}.lock"}
 
 
-def test_a_change_that_is_refused_leaves_the_file(tmp_path: Path) -> None:
-    edit_folder(tmp_path, lambda before: Annotations(("a",), "n"))
-    with pytest.raises(UsageError, match="51"):
-        edit_folder(tmp_path, lambda before: before.with_tags(f"t{number}" for number in range(50)))
-    assert read_annotations(tmp_path) == Annotations(("a",), "n")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
-def test_a_run_of_another_user_is_refused(tmp_path: Path) -> None:
-    os.chown(tmp_path, 65534, 65534)
-    with pytest.raises(ResultsError, match="belongs to another user"):
-        edit_folder(tmp_path, lambda before: before.with_tags(["a"]))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text('{"tags": ["secret"]}')
     run = tmp_path / "run"
@@ -117,35 +81,3 @@ def test_a_copy_of_a_stored_run_names_its_address(tmp_path: Path) -> None:
     Origin("s3://bucket/runs/a").mark(tmp_path)
     with pytest.raises(UsageError, match="give the run's address, s3://bucket/runs/a"):
         edit_folder(tmp_path, lambda before: before)
-
-
-def test_run_in_a_store_is_annotated() -> None:
-    run = watched_store()[0].below("a-1")
-    edit_stored(run, lambda before: before.with_tags(["a"]))
-    assert edit_stored(run, lambda before: before.with_tags(["b"])).tags == ("a", "b")
-    assert Annotations.parse(run.read(FILE)).tags == ("a", "b")
-
-
-def test_a_conflict_in_a_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"now": Annotations(("a",)).to_json()}
-    conflicts = [Annotations(("a", "other")).to_json()]
-
-    def write(folder: ObjectStore, path: str, new: bytes, before: Versioned | None) -> Versioned:
-        if conflicts:
-            data["now"] = conflicts.pop()
-        if before is None or before.data != data["now"]:
-            raise WriteConflict("written by another process")
-        data["now"] = new
-        return Versioned(new)
-
-    monkeypatch.setattr(ObjectStore, "read_versioned", lambda folder, path: Versioned(data["now"]))
-    monkeypatch.setattr(ObjectStore, "write_versioned", write)
-    run = watched_store()[0].below("a-1")
-    assert edit_stored(run, lambda before: before.with_tags(["mine"])).tags == ("a", "other", "mine")
-
-    def always(folder: ObjectStore, path: str, new: bytes, before: Versioned | None) -> Versioned:
-        raise WriteConflict("written by another process")
-
-    monkeypatch.setattr(ObjectStore, "write_versioned", always)
-    with pytest.raises(ClusterError, match="try again"):
-        edit_stored(run, lambda before: before)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddptrain.errors import ClusterError, UsageError
-from ddptrain.results.export import export_mlflow, export_tables, export_tensorboard
+from ddptrain.errors import UsageError
+from ddptrain.results.export import export_tables, export_tensorboard
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import AttemptRecord, BestRecord, GitRecord, RunRecord
+from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
 
 
 def put(folder: Path, run_id: str, *lines: dict[str, Any], **fields: Any) -> RunView:
@@ -100,57 +100,3 @@ def test_tensorboard_reads_the_files(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in found.Scalars("val/loss")] == [(1, 1.25), (2, 2.25)]
     assert found.Scalars("big")[0].value == float("inf")
     assert b"| layers | 2 |" in found.Tensors("params/text_summary")[0].tensor_proto.string_val[0]
-
-
-@pytest.fixture(autouse=True)
-def mlflow_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test's end restore the variables that an export sets for its process."""
-    for name, value in (("ALLOW_FILE_STORE", "true"), ("DISABLE_TELEMETRY", "true"), ("HTTP_REQUEST_MAX_RETRIES", "2")):
-        monkeypatch.setenv(f"MLFLOW_{name}", value)
-
-
-def test_mlflow_reads_the_runs_and_a_second_export_replaces_the_first(tmp_path: Path) -> None:
-    lines = [{"step": step, "rank": rank, "val/loss": step + rank / 2} for step in (1, 2) for rank in (0, 1)]
-    view = put(
-        tmp_path,
-        "a",
-        *lines,
-        {"step": 1, "top@5": 0.5},
-        params={"layers": 2, "deep": {"on": True}, **{f"p{number}": number for number in range(120)}},
-        git=GitRecord("c" * 40),
-        started_at="2025-01-01T00:00:00Z",
-    )
-    (view.layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "why"}')
-    first = export_mlflow([view], str(tmp_path / "mlruns"))
-    (run_id,) = export_mlflow([view], str(tmp_path / "mlruns"))
-    assert first != [run_id]
-
-    from mlflow import MlflowClient
-
-    client = MlflowClient((tmp_path / "mlruns").as_uri())
-    (experiment,) = client.search_experiments(filter_string="name = 'n'")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "a", "FINISHED")
-    assert run.info.start_time == 1735689600000
-    assert [(each.step, each.value) for each in client.get_metric_history(run_id, "val/loss")] == [(1, 1.25), (2, 2.25)]
-    assert run.data.metrics["top_5"] == 0.5
-    assert (run.data.params["layers"], run.data.params["deep.on"], len(run.data.params)) == ("2", "True", 122)
-    tags = {"tag.good": "true", "mlflow.note.content": "why", "mlflow.source.git.commit": "c" * 40}
-    assert tags.items() <= run.data.tags.items()
-
-
-def test_a_failure_is_one_line_and_leaves_no_half_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow import MlflowClient
-
-    def fail(client: MlflowClient, run_id: str, **items: object) -> None:
-        raise OSError("no space\nleft")
-
-    view = put(tmp_path, "a", {"step": 1, "val/loss": 1.0})
-    export_mlflow([view], str(tmp_path / "mlruns"))
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, "log_batch", fail)
-        with pytest.raises(ClusterError, match=r"^cannot export to MLflow in .*mlruns: .*no space"):
-            export_mlflow([view], str(tmp_path / "mlruns"))
-    client = MlflowClient((tmp_path / "mlruns").as_uri())
-    (experiment,) = client.search_experiments(filter_string="name = 'n'")
-    assert len(client.search_runs([experiment.experiment_id])) == 1

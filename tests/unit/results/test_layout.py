@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,62 +23,22 @@ from ddptrain.results.tracker_records import wandb_parts
 
 @pytest.mark.parametrize(
     "run_id",
-    [
-        "",
-        ".",
-        "..",
-        "../x",
-        "a/b",
-        "a b",
-        "-a",
-        ".a",
-        "a\n",
-        "latest",
-        "Latest",
-        "best",
-        "x" * 129,
-        "é",
-    ],
+    ["", "..", "a/b", "-a", ".a", "a\n", "Latest", "x" * 129, "é"],
 )
 def test_run_ids_that_lead_elsewhere_or_mean_something_are_not_valid(run_id: str) -> None:
     assert not valid_run_id(run_id)
 
 
 @pytest.mark.parametrize(
-    ("path", "clean"),
-    [
-        ("names.json", "names.json"),
-        ("./a//b.txt", "a/b.txt"),
-        ("epoch:3 sample.png", "epoch:3 sample.png"),
-        (".hidden", ".hidden"),
-        ("..a/b..c", "..a/b..c"),
-        ("名前.json", "名前.json"),
-        ("console.log", "console.log"),
-    ],
-)
-def test_paths_below_the_folder_are_taken(path: str, clean: str) -> None:
-    assert safe_relative(path) == PurePosixPath(clean)
-
-
-@pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("", "names a folder"),
         (".", "names a folder"),
-        ("/etc/passwd", "absolute"),
         ("//host/share", "absolute"),
-        ("..", "leaves"),
         ("a/../../b", "leaves"),
-        ("a/..", "leaves"),
         ("a/", "folder"),
-        ("a\0b", "printed"),
         ("a\x1b[2Jb", "printed"),
-        ("a\nb", "printed"),
-        ("\ud800", "printed"),
         (".incoming-x", "begins with"),
-        ("x" * 201, "too long"),
         ("folder/" + "x" * 201, "too long"),
-        ("é" * 150, "too long"),
         ("/".join(["abcdefgh"] * 200), "too long"),
     ],
 )
@@ -98,14 +58,6 @@ def test_whatever_is_taken_stays_below_the_folder(path: str) -> None:
     assert target.is_relative_to(root) and target != root
     assert ".." not in target.parts
     assert safe_relative(str(clean)) == clean
-
-
-def test_logs_come_in_the_order_of_ranks_and_nothing_else_counts(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    layout.logs_dir.mkdir()
-    for name in ("rank-10.log", "rank-2.log", "rank-x.log", "notes.txt"):
-        (layout.logs_dir / name).touch()
-    assert list(layout.logs()) == [2, 10]
 
 
 def test_artifacts_are_listed_without_links_and_half_files(tmp_path: Path) -> None:

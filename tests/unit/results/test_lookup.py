@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from ddptrain.results.lookup import (
     load_run,
     newest_trained,
 )
-from ddptrain.results.run_record import DriverRecord, RunRecord
+from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_writer import RunWriter
 
 Driver = Callable[[str], subprocess.Popen[str]]
@@ -78,14 +76,6 @@ def test_the_name_of_a_sweep_in_place_of_a_run_is_met_with_its_trials(tmp_path: 
     assert str(caught.value).startswith(message)
 
 
-def test_an_unknown_run_is_met_with_what_there_is(tmp_path: Path) -> None:
-    put(tmp_path, "pets-1")
-    with pytest.raises(RunNotFound, match="did you mean pets-1"):
-        find_run(tmp_path, "pest-1")
-    with pytest.raises(RunNotFound, match="there are: pets-1"):
-        find_run(tmp_path, "zzzzzz")
-
-
 @pytest.mark.parametrize("run", ["latest", "x", "", "..", "/nowhere", "a/b", "a\0b", "x" * 5000])
 def test_with_no_runs_nothing_is_found(tmp_path: Path, run: str) -> None:
     with pytest.raises(RunNotFound) as missed:
@@ -133,14 +123,6 @@ def test_name_in_the_record_that_leads_elsewhere_makes_the_run_unreadable(tmp_pa
     assert (view.run_id, view.status) == ("bad-1", "unreadable") and "cannot be the name of a run" in view.problem
 
 
-def test_a_run_under_way_is_running_and_counts_its_time(tmp_path: Path, driver: Driver) -> None:
-    driver("a-run")
-    view = load_run(find_run(tmp_path / "runs", "latest"))
-    assert view.status == "running"
-    assert view.is_running
-    assert view.duration_s is not None and 0 <= view.duration_s < 60
-
-
 def test_a_run_whose_driver_was_killed_has_failed(tmp_path: Path, driver: Driver) -> None:
     process = driver("a-run")
     process.kill()
@@ -155,18 +137,6 @@ def test_a_run_whose_driver_was_killed_has_failed(tmp_path: Path, driver: Driver
     assert RunLayout(root).run_json.read_bytes() == before
 
 
-def test_driver_of_another_host_is_alive_while_it_touches_the_lock(tmp_path: Path) -> None:
-    root = put(tmp_path, "far", status="running", exit_code=None, driver=DriverRecord(1, "another-host"))
-    lock = RunLayout(root).lock_file
-    lock.touch()
-    assert load_run(root).status == "running"
-    a_minute_ago = time.time() - 60
-    os.utime(lock, (a_minute_ago, a_minute_ago))
-    view = load_run(root)
-    assert view.status == "failed"
-    assert view.record.failure is not None and view.record.failure.host == "another-host"
-
-
 def test_a_checkpoint_is_found_by_pointer_and_by_name(
     writer: RunWriter, stage: Callable[..., tuple[CheckpointSaved, Path]]
 ) -> None:
@@ -179,19 +149,6 @@ def test_a_checkpoint_is_found_by_pointer_and_by_name(
         find_checkpoint(writer.layout, "step-7")
     (writer.layout.checkpoints_dir / "latest").write_text("../../etc\n")
     assert find_checkpoint(writer.layout).name == "step-10"
-
-
-def test_a_run_without_checkpoints_says_so(writer: RunWriter) -> None:
-    (writer.layout.checkpoints_dir / "step-3").mkdir()
-    with pytest.raises(RunNotFound, match="a-run has no checkpoint"):
-        find_checkpoint(writer.layout)
-
-
-def test_folders_that_a_prune_deletes_are_no_runs(tmp_path: Path) -> None:
-    put(tmp_path, ".pruned-a-1")
-    assert list_runs(tmp_path) == []
-    with pytest.raises(RunNotFound):
-        find_run(tmp_path, ".pruned-a-1")
 
 
 @pytest.mark.parametrize(

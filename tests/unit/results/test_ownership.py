@@ -123,13 +123,6 @@ def test_run_that_is_deleted_while_a_driver_waits_for_its_lock_is_refused(layout
     deleting.join()
 
 
-@pytest.mark.parametrize("text", ["", "process 7 on far\n", "process 7 on far\n{}\n", "\0\0"])
-def test_lock_of_another_host_or_version_names_its_process(layout: RunLayout, text: str) -> None:
-    assert ownership.holder(layout.lock_file) == ""
-    layout.lock_file.write_text(text)
-    assert ownership.holder(layout.lock_file) == text.partition("\n")[0].strip("\0")
-
-
 def test_other_users_cannot_hold_the_lock_and_no_link_is_followed(layout: RunLayout, tmp_path: Path) -> None:
     ownership.Owner(layout.lock_file).take().release()
     assert stat.S_IMODE(layout.lock_file.stat().st_mode) == 0o600
@@ -140,12 +133,3 @@ def test_other_users_cannot_hold_the_lock_and_no_link_is_followed(layout: RunLay
     with pytest.raises(ResultsError):
         ownership.Owner(layout.lock_file).take()
     assert (tmp_path / "precious").read_text() == "precious\n"
-
-
-def test_newest_change_of_the_files_that_a_run_writes_counts(layout: RunLayout) -> None:
-    assert ownership.changed_at(layout) == 0
-    layout.logs_dir.mkdir()
-    for at_s, path in enumerate((layout.run_json, layout.log(3), layout.metrics_jsonl, layout.events_jsonl), 1_000):
-        path.touch()
-        os.utime(path, (at_s, at_s))
-        assert ownership.changed_at(layout) == at_s

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,6 @@ from ddptrain.errors import RunLocked
 from ddptrain.results.layout import PRUNED, RunLayout
 from ddptrain.results.lookup import list_runs
 from ddptrain.results.prune import (
-    Decision,
     PrunePolicy,
     RunFacts,
     decide,
@@ -29,7 +27,7 @@ from ddptrain.results.prune import (
     size_bytes,
 )
 from ddptrain.results.remote.lease import LOCK, Claim
-from ddptrain.results.run_record import DriverRecord, RunRecord, RunStatus
+from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, StoreRuns
 from ddptrain.results.show.render import size
@@ -80,20 +78,6 @@ def test_dry_run_changes_nothing(runs: Path) -> None:
     assert [each.run.folder for each in report.removed] == ["old"]
     assert sorted(runs.rglob("*")) == before
     assert report.summary == f"1 run would be deleted, {size(report.freed_bytes)} would be freed"
-
-
-def test_kill_at_each_step_leaves_the_complete_run_or_none(tmp_path: Path) -> None:
-    original = put(tmp_path, "pets-1")
-    script = Path(__file__).with_name("kill_at_each_step.py")
-    done = subprocess.run([sys.executable, script, original], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["exit"] == 0
-    states = [(state["complete"], state["leftover"]) for state in told["seen"]]
-    assert states[0] == ([True], 0) and states[-1] == ([], 0)
-    assert {tuple(complete) for complete, _ in states} == {(True,), ()}  # never a partial run
-    assert sum(leftover for _, leftover in states) >= 5  # each was finished by the next prune:
-    assert all(state["after"] == [] for state in told["seen"])
 
 
 def test_running_run_stays(runs: Path, driver: Driver) -> None:
@@ -183,53 +167,32 @@ F = [run(f"f{number}", "failed", age_d=number) for number in range(4)]
 @pytest.mark.parametrize(
     ("runs", "policy", "expected"),
     [
-        ([], PrunePolicy(), ""),
         (S, PrunePolicy(), ""),
-        (S, PrunePolicy(keep=5), ""),
         (S, PrunePolicy(keep=4), "s4"),
-        (S, PrunePolicy(keep=1), "s1 s2 s3 s4"),
         (S, ALL, "s0 s1 s2 s3 s4"),
         # The others have a number of their own.
         ([*F, *S], PrunePolicy(keep=5, failed_keep=1), "f1 f2 f3"),
-        ([*F, *S], PrunePolicy(keep=1, failed_keep=4), "s1 s2 s3 s4"),
         ([run("p", "preempted"), run("c", "cancelled"), run("f", "failed")], PrunePolicy(failed_keep=2), "f"),
         # Each name has its own.
         ([run("a"), run("b", name="dogs"), run("c"), run("d", name="dogs")], PrunePolicy(keep=1), "c d"),
         ([run("a"), run("b", name="dogs"), run("c"), run("d", name="dogs")], PrunePolicy(keep=0, name="dogs"), "b d"),
         # Age: only what is older than the limit goes.
-        (S, PrunePolicy(keep=0, older_than_s=2.5 * DAY_S), "s3 s4"),
         (S, PrunePolicy(keep=0, older_than_s=3 * DAY_S), "s4"),
         (S, PrunePolicy(keep=4, older_than_s=0.5 * DAY_S), "s4"),
-        (S, PrunePolicy(keep=5, older_than_s=0.0), ""),
         # Size: the oldest first, whatever the other fields keep.
         (S, PrunePolicy(max_size_bytes=50), ""),
         (S, PrunePolicy(max_size_bytes=49), "s4"),
-        (S, PrunePolicy(max_size_bytes=21), "s2 s3 s4"),
-        (S, PrunePolicy(max_size_bytes=0), "s0 s1 s2 s3 s4"),
         (S, PrunePolicy(keep=3, max_size_bytes=30), "s3 s4"),
-        (S, PrunePolicy(older_than_s=99 * DAY_S, max_size_bytes=30), "s3 s4"),
         ([run("new", size=5), run("empty", size=0), run("old", size=9)], PrunePolicy(max_size_bytes=5), "old"),
         # What is not known to have ended stays.
-        ([run("a", "running")], ALL, ""),
-        ([run("a", "unknown")], ALL, ""),
-        ([run("a", "unreadable", problem="cannot read it")], ALL, ""),
-        ([run("a", problem="cannot read it")], ALL, ""),
-        ([run("a", "paused")], ALL, ""),  # a status of a newer version
-        ([run("a", foreign="of another user")], ALL, ""),
         ([run("a", "running", size=99), run("b")], PrunePolicy(max_size_bytes=0), "b"),
+        ([run("a", "paused")], ALL, ""),  # a status of a newer version
+        ([run("a", problem="cannot read it")], ALL, ""),
         # What --resume auto would continue stays: the newest run of a name, with a checkpoint.
         ([run("a", "failed", has_checkpoint=True)], ALL, ""),
-        ([run("a", "preempted", has_checkpoint=True)], ALL, ""),
-        ([run("a", "cancelled", has_checkpoint=True)], ALL, ""),
-        ([run("a", "failed")], ALL, "a"),
-        ([run("a"), run("b", "failed", has_checkpoint=True)], ALL, "a b"),
         ([run("a", "failed"), run("b", "failed", has_checkpoint=True)], ALL, "a b"),
-        ([run("a", "failed", has_checkpoint=True), run("b", "failed", has_checkpoint=True)], ALL, "b"),
-        ([run("a", "running"), run("b", "failed", has_checkpoint=True)], ALL, "b"),
         ([run("a", foreign="of another user"), run("b", "failed", has_checkpoint=True)], ALL, ""),
-        ([run("a", problem="cannot read it"), run("b", "failed", has_checkpoint=True)], ALL, ""),
         ([run("a", name="dogs"), run("b", "failed", has_checkpoint=True)], ALL, "a"),
-        ([run("a", "failed", has_checkpoint=True)], PrunePolicy(max_size_bytes=0), ""),
     ],
 )
 def test_runs_that_go(runs: list[RunFacts], policy: PrunePolicy, expected: str) -> None:
@@ -299,39 +262,16 @@ def test_size_limit_holds_unless_the_rest_is_protected(
         assert all(must_stay(runs, each, protected) for each in kept if each.size_bytes)
 
 
-@given(RUNS, POLICIES, PROTECTED)
-def test_second_prune_with_the_same_policy_deletes_nothing(
-    runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str]
-) -> None:
-    left = [run for run in runs if run.folder not in gone(runs, policy, protected).split()]
-    again: list[Decision] = decide(left, policy, protected)
-    assert not [each for each in again if each.goes]
-
-
-@given(RUNS, POLICIES, PROTECTED)
-def test_keeping_more_never_deletes_more(
-    runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str]
-) -> None:
-    policy = dataclasses.replace(policy, max_size_bytes=None)
-    more = dataclasses.replace(policy, keep=policy.keep + 1, failed_keep=policy.failed_keep + 1)
-    assert set(gone(runs, more, protected).split()) <= set(gone(runs, policy, protected).split())
-
-
 # --- Sizes ---
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0", 0),
         ("1000", 1000),
-        ("500MB", 500_000_000),
-        ("200GB", 200_000_000_000),
         ("200 gb", 200_000_000_000),
         ("1.5T", 1_500_000_000_000),
         ("2KiB", 2048),
-        ("1GiB", 1_073_741_824),
-        ("7B", 7),
     ],
 )
 def test_size_is_read(text: str, expected: int) -> None:
@@ -364,119 +304,86 @@ def fs(watched: tuple[ObjectStore, WatchedStore]) -> WatchedStore:
 
 
 @pytest.fixture
-def runs_prune_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[ObjectStore, WatchedStore]
-) -> StoreRuns:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[ObjectStore, WatchedStore]) -> StoreRuns:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return StoreRuns(watched[0])
 
 
-def put_prune_store(
-    runs_prune_store: StoreRuns, run_id: str, status: str = "succeeded", day: int = 1, **fields: object
-) -> int:
+def put_stored(stored: StoreRuns, run_id: str, status: str = "succeeded", day: int = 1, **fields: object) -> int:
     """Write a run; return its size in bytes."""
     record = RunRecord(run_id=run_id, name="pets", status=status, started_at=f"2025-01-{day:02}T00:00:00.000Z")
     files = dict.fromkeys(FILES, b"x" * 100)
     files["run.json"] = dataclasses.replace(record, **fields).to_json().encode()  # type: ignore[arg-type]
     for name, data in files.items():
-        runs_prune_store.store.write(f"{run_id}/{name}", data)
+        stored.store.write(f"{run_id}/{name}", data)
     return sum(map(len, files.values()))
 
 
-def claim(runs_prune_store: StoreRuns, run_id: str, **fields: object) -> None:
+def claim(stored: StoreRuns, run_id: str, **fields: object) -> None:
     """Write the lease of a driver of another machine."""
     mine = dataclasses.replace(Claim.of_this_process(), host="elsewhere", machine="elsewhere")
     changed = dataclasses.replace(mine, **fields)  # type: ignore[arg-type]
-    runs_prune_store.store.write(f"{run_id}/{LOCK}", json.dumps(dataclasses.asdict(changed)).encode())
+    stored.store.write(f"{run_id}/{LOCK}", json.dumps(dataclasses.asdict(changed)).encode())
 
 
-def test_old_runs_are_deleted_with_all_their_files_and_the_lock(runs_prune_store: StoreRuns) -> None:
-    size = put_prune_store(runs_prune_store, "old", day=1)
-    put_prune_store(runs_prune_store, "new", day=2)
-    (runs_prune_store.work / "old").mkdir(parents=True)
-    report = prune(runs_prune_store, PrunePolicy(keep=1))
-    assert [(each.run.folder, each.run.size_bytes) for each in report.removed] == [("old", size)]
-    assert {path.partition("/")[0] for path in runs_prune_store.store.files()} == {"new"}
-    assert not (runs_prune_store.work / "old").exists() and [view.run_id for view in runs_prune_store.list()] == ["new"]
-
-
-def test_death_at_each_write_leaves_the_complete_run_or_none(runs_prune_store: StoreRuns, fs: WatchedStore) -> None:
+def test_death_at_each_write_leaves_the_complete_run_or_none(stored: StoreRuns, fs: WatchedStore) -> None:
     seen = []
     for step in range(1, 100):
-        put_prune_store(runs_prune_store, "old")
+        put_stored(stored, "old")
         count = itertools.count(1)
 
         def fail(path: str, count: Iterator[int] = count, step: int = step) -> Exception | None:
             return PermissionDeniedError("dead") if next(count) >= step else None
 
         fs.fails = fail  # from this write on nothing arrives any more
-        prune(runs_prune_store, ALL)
+        prune(stored, ALL)
         fs.fails = lambda path: None
-        listed = [view.run_id for view in runs_prune_store.list()]
-        left = {path.partition("/")[2] for path in runs_prune_store.store.files()} - {LOCK}
+        listed = [view.run_id for view in stored.list()]
+        left = {path.partition("/")[2] for path in stored.store.files()} - {LOCK}
         assert left >= {*FILES, "run.json"} if listed else "run.json" not in left
         seen.append((bool(listed), bool(left)))
-        if runs_prune_store.store.read(f"old/{LOCK}") is not None:
-            claim(runs_prune_store, "old", released=True)  # as if the lease of the dead process had expired
-        report = prune(runs_prune_store, ALL)
+        if stored.store.read(f"old/{LOCK}") is not None:
+            claim(stored, "old", released=True)  # as if the lease of the dead process had expired
+        report = prune(stored, ALL)
         assert not report.problems
-        assert set(runs_prune_store.store.files()) <= {f"old/{LOCK}"}  # the lock alone is left if nothing else was
+        assert set(stored.store.files()) <= {f"old/{LOCK}"}  # the lock alone is left if nothing else was
         if next(count) <= step:  # no write has failed
             break
     assert seen[0] == (True, True) and seen[-1] == (False, False) and (False, True) in seen
 
 
-def test_run_with_a_living_driver_stays(runs_prune_store: StoreRuns) -> None:
-    put_prune_store(runs_prune_store, "live", "running")
-    claim(runs_prune_store, "live")
-    assert [(each.reason) for each in prune(runs_prune_store, ALL).kept] == ["running"]
-    put_prune_store(runs_prune_store, "resumed", "failed", day=1)
-    put_prune_store(runs_prune_store, "newer", "failed", day=2)
-    claim(runs_prune_store, "resumed")  # resumed, and run.json is not written yet
-    report = prune(runs_prune_store, ALL)
+def test_run_with_a_living_driver_stays(stored: StoreRuns) -> None:
+    put_stored(stored, "live", "running")
+    claim(stored, "live")
+    assert [(each.reason) for each in prune(stored, ALL).kept] == ["running"]
+    put_stored(stored, "resumed", "failed", day=1)
+    put_stored(stored, "newer", "failed", day=2)
+    claim(stored, "resumed")  # resumed, and run.json is not written yet
+    report = prune(stored, ALL)
     assert {each.run.folder: each.reason for each in report.kept}["resumed"] == "in use"
-    assert runs_prune_store.store.read("resumed/run.json") is not None and not report.problems
+    assert stored.store.read("resumed/run.json") is not None and not report.problems
 
 
-def test_run_that_was_resumed_meanwhile_stays(runs_prune_store: StoreRuns) -> None:
-    put_prune_store(runs_prune_store, "night", "failed")
-    [seen] = runs_prune_store.list()
-    put_prune_store(runs_prune_store, "night", "failed", driver=DriverRecord(7, "elsewhere", "boot"))
-    with pytest.raises(RunLocked, match="has changed since it was chosen"):
-        runs_prune_store.delete(seen)
-    assert runs_prune_store.store.read("night/checkpoints/step-1/checkpoint.json") is not None
+def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(stored: StoreRuns) -> None:
+    put_stored(stored, "night")
+    stored.store.remove("night/run.json")
+    assert not prune(stored, ALL).finished_bytes  # no mark: perhaps a run that has just begun
+    stored.store.write("night/.pruned.json", b"{}")
+    claim(stored, "night")
+    assert prune(stored, ALL).finished_bytes == {} and len(stored.store.files()) == 5
+    claim(stored, "night", released=True)
+    assert prune(stored, ALL, dry_run=True).finished_bytes.keys() == {"night"} and len(stored.store.files()) == 5
+    assert prune(stored, ALL).freed_bytes > 300
+    assert stored.store.files() == {}
 
 
-def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(runs_prune_store: StoreRuns) -> None:
-    put_prune_store(runs_prune_store, "night")
-    runs_prune_store.store.remove("night/run.json")
-    assert not prune(runs_prune_store, ALL).finished_bytes  # no mark: perhaps a run that has just begun
-    runs_prune_store.store.write("night/.pruned.json", b"{}")
-    claim(runs_prune_store, "night")
-    assert prune(runs_prune_store, ALL).finished_bytes == {} and len(runs_prune_store.store.files()) == 5
-    claim(runs_prune_store, "night", released=True)
-    assert (
-        prune(runs_prune_store, ALL, dry_run=True).finished_bytes.keys() == {"night"}
-        and len(runs_prune_store.store.files()) == 5
-    )
-    assert prune(runs_prune_store, ALL).freed_bytes > 300
-    assert runs_prune_store.store.files() == {}
-
-
-def test_resumable_run_stays(runs_prune_store: StoreRuns) -> None:
-    put_prune_store(runs_prune_store, "night", "failed")
-    assert [each.reason for each in prune(runs_prune_store, ALL).kept] == ["can be resumed"]
-
-
-def test_store_that_stops_answering_ends_the_prune_with_one_problem(
-    runs_prune_store: StoreRuns, fs: WatchedStore
-) -> None:
+def test_store_that_stops_answering_ends_the_prune_with_one_problem(stored: StoreRuns, fs: WatchedStore) -> None:
     for day in range(1, 5):
-        put_prune_store(runs_prune_store, f"run-{day}", day=day)
+        put_stored(stored, f"run-{day}", day=day)
     fs.fails = lambda path: OSError("kind: Timeout") if "run-3/" in path else None
-    report = prune(runs_prune_store, ALL)
+    report = prune(stored, ALL)
     assert [each.run.folder for each in report.removed] == ["run-4"] and len(report.problems) == 1
     assert {each.run.folder: each.reason for each in report.kept} == {
         "run-3": "cannot be deleted",

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import stat
 import subprocess
 import threading
 import time
@@ -20,7 +19,6 @@ from ddptrain.results import ownership
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import Origin
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import (
     AttemptRecord,
@@ -45,19 +43,6 @@ def read(writer: RunWriter) -> dict[str, Any]:
 
 def make(runs_dir: Path, run_id: str | None = None) -> RunWriter:
     return RunWriter.create(runs_dir, run_id, "petnames", "name: petnames\n", "petnames", world_size=2)
-
-
-def test_a_new_run_has_its_files_and_says_that_it_runs(tmp_path: Path) -> None:
-    with make(tmp_path / "deep" / "runs") as writer:
-        record = read(writer)
-        assert (record["status"], record["world_size"], record["exit_code"]) == ("running", 2, None)
-        assert record["driver"]["pid"] == os.getpid()
-        assert "torch" in record["versions"]
-        assert writer.layout.config_yaml.read_text() == "name: petnames\n"
-        assert stat.S_IMODE(writer.layout.root.stat().st_mode) & 0o700 == 0o700
-        assert ownership.is_held(writer.layout.lock_file)
-        writer.finish(RunStatus.SUCCEEDED, 0)
-    assert not ownership.is_held(writer.layout.lock_file)
 
 
 def test_secrets_of_the_run_are_left_out_of_its_failure_and_events(tmp_path: Path) -> None:
@@ -136,15 +121,6 @@ def test_run_of_another_host_is_not_resumed_while_its_driver_is_alive(tmp_path: 
         again.finish(RunStatus.SUCCEEDED, 0)
 
 
-def test_run_of_a_store_is_resumed_as_the_lock_in_the_store_has_decided(tmp_path: Path) -> None:
-    with make(tmp_path, "mine") as writer:
-        writer.finish(RunStatus.FAILED, 1)
-    elsewhere(writer, 0)  # all files have just been downloaded
-    Origin("s3://runs/mine", "token").mark(writer.layout.root)
-    with RunWriter.reopen(writer.layout.root, "") as again:
-        again.finish(RunStatus.SUCCEEDED, 0)
-
-
 def test_of_two_hosts_that_resume_a_run_at_the_same_time_one_gets_it(tmp_path: Path) -> None:
     with make(tmp_path, "mine") as writer:
         writer.finish(RunStatus.FAILED, 1)
@@ -200,30 +176,9 @@ def test_an_empty_folder_is_taken_and_a_strange_one_is_left_alone(tmp_path: Path
     assert os.listdir(tmp_path / "strange") == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("run_id", ["../x", "latest", "", "a/b"])
-def test_a_run_id_that_is_no_name_is_refused(tmp_path: Path, run_id: str) -> None:
-    with pytest.raises(UsageError, match="is not a run id"):
-        make(tmp_path / "runs", run_id)
-    assert not os.listdir(tmp_path)
-
-
-def test_a_runs_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs").touch()
-    with pytest.raises(UsageError, match="is not a folder"):
-        make(tmp_path / "runs")
-
-
 def test_secrets_of_the_ranks_never_reach_the_disk(writer: RunWriter) -> None:
     writer.update(rank_environment={"MY_TOKEN": EnvironmentValue("hunter2", "user")})
     assert "hunter2" not in writer.layout.run_json.read_text()
-
-
-def test_events_are_appended_and_stamped(writer: RunWriter) -> None:
-    writer.event({"event": "one"})
-    writer.event({"event": "two", "time_s": 1.5, "bad": math.inf})
-    one, two = (json.loads(line) for line in writer.layout.events_jsonl.read_text().splitlines())
-    assert abs(one["time_s"] - time.time()) < 60
-    assert two == {"event": "two", "time_s": 1.5, "bad": None}
 
 
 def test_metrics_are_lines_with_their_position(writer: RunWriter) -> None:
@@ -257,14 +212,6 @@ def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, s
     log(writer, Metrics(0, {"loss": 2.5}, 3), 0)
     attempts = [json.loads(line)["attempt"] for line in writer.layout.metrics_jsonl.read_text().splitlines()]
     assert attempts == [1, 1, 1, 1, 1, 2, 2]  # the first of attempt 2 says where it goes on
-
-
-def test_last_metrics_are_the_means_of_the_ranks_that_log_them(writer: RunWriter) -> None:
-    for rank, value in ((1, 10.0), (0, 1.0), (1, 11.0), (0, 2.0), (1, 12.0)):
-        log(writer, Metrics(0, {"train/loss": value}), rank)
-    log(writer, Metrics(0, {"only": 5.0}), 3)
-    writer.finish(RunStatus.SUCCEEDED, 0)
-    assert read(writer)["last_metrics"] == {"train/loss": 7.0, "only": 5.0}
 
 
 def test_last_metrics_have_those_that_only_the_checkpoint_has(writer: RunWriter, stage: Stage) -> None:
@@ -344,10 +291,3 @@ def test_continued_run_forgets_its_end_and_keeps_its_start(tmp_path: Path) -> No
     assert (found["status"], found["waiting"], found["params"]) == ("running", True, {"b": 2})
     assert found["started_at"] == before["started_at"] and found["checkpoints"] == ["step-1"]
     assert found["earlier_s"] == before["duration_s"] and "torch" in found["versions"]
-
-
-def test_checkpoint_that_was_added_is_recorded_and_its_staging_folder_deleted(writer: RunWriter, stage: Stage) -> None:
-    event, source = stage(4, {"val/loss": 1.0})
-    assert writer.adopt_checkpoint(3, event, source, CheckpointPolicy()) == writer.layout.checkpoints_dir / "step-4"
-    assert not source.exists() and read(writer)["checkpoints"] == ["step-4"]
-    assert read(writer)["best"] == {"metric": "val/loss", "mode": "min", "value": 1.0, "step": 4}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ddptrain.workloads.images.model import initial_weights
-from ddptrain.workloads.images.model.initial_weights import DownloadFailed, PretrainedWeights, fetch_file
+from ddptrain.workloads.images.model.initial_weights import DownloadFailed, fetch_file
 from ddptrain.workloads.images.model.preflight import BadWeights, weights_path
 
 CONTENT = b"weights" * 100_000
@@ -104,14 +102,6 @@ def test_file_is_fetched_once_however_many_want_it(web: Web, tmp_path: Path) -> 
     assert sorted(file.name for file in path.parent.iterdir()) == [".w.pth.lock", "w.pth"]
 
 
-def test_progress_and_a_line_are_told(web: Web, tmp_path: Path) -> None:
-    done: list[tuple[float, float | None]] = []
-    said: list[str] = []
-    fetch_file(f"{web.url}/a", tmp_path / "a", progress=lambda *now: done.append(now), tell=said.append)
-    assert done[-1] == (0.7, 0.7)
-    assert said == [f"fetching {web.url}/a to {tmp_path / 'a'}"]
-
-
 @pytest.mark.usefixtures("no_pause")
 def test_server_that_fails_for_a_moment_is_asked_again(web: Web, tmp_path: Path) -> None:
     assert fetched(f"{web.url}/flaky", tmp_path / "a").read_bytes() == CONTENT
@@ -128,73 +118,11 @@ def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
 
 
-@pytest.mark.parametrize("url", ["http://host:port/w.pth", "http://[::1/w.pth", "http://a b/w.pth"])
-def test_url_that_can_not_be_one_is_refused_at_once(web: Web, tmp_path: Path, url: str) -> None:
-    with pytest.raises(DownloadFailed, match=r"can't fetch http://") as caught:
-        fetched(url, tmp_path / "a")
-    assert type(caught.value) is DownloadFailed
-
-
-def test_redirects_without_end_are_one_line(web: Web, tmp_path: Path) -> None:
-    with pytest.raises(DownloadFailed, match=r"the server answers 302 [^\n]*infinite loop[^\n]*$"):
-        fetched(f"{web.url}/to/{web.server_port}/", tmp_path / "a")
-
-
-@pytest.mark.parametrize("path", ["/word", "/minus", "/long"])
-def test_length_that_is_no_number_is_as_none(web: Web, tmp_path: Path, path: str) -> None:
-    assert fetched(f"{web.url}{path}", tmp_path / "a").read_bytes() == CONTENT
-
-
-def test_file_that_is_too_large_is_refused_before_it_is_fetched(web: Web, tmp_path: Path) -> None:
-    with pytest.raises(DownloadFailed, match=r"more than 34,359,738,368 bytes; is it the right file"):
-        fetched(f"{web.url}/huge", tmp_path / "a")
-    assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
-
-
-def test_file_that_never_ends_is_cut_off(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_weights, "_MOST_BYTES", 2_000_000)
-    with pytest.raises(DownloadFailed, match="more than 2,000,000 bytes"):
-        fetched(f"{web.url}/flood", tmp_path / "a")
-    monkeypatch.setattr(initial_weights, "_DEADLINE_S", 0.2)
-    with pytest.raises(DownloadFailed, match=r"after 0.2 s there are .* bytes of an unknown number"):
-        fetched(f"{web.url}/drip", tmp_path / "a")
-    assert web.asked == ["/flood", "/drip"], "it is not tried again"
-    assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
-
-
-def test_what_was_left_of_a_file_when_its_process_was_killed_is_cleared_away(web: Web, tmp_path: Path) -> None:
-    left, anothers = tmp_path / ".a.17.tmp", tmp_path / ".a.18.tmp"
-    for file in (left, anothers):
-        file.touch()
-    os.utime(left, (1e9, 1e9))
-    fetched(f"{web.url}/a", tmp_path / "a")
-    assert not left.exists() and anothers.exists(), "another host may be writing to it"
-
-
 def test_content_must_be_what_the_name_promises(web: Web, tmp_path: Path) -> None:
     fetched(web.url, tmp_path / f"model-{DIGEST}.pth")
     with pytest.raises(DownloadFailed, match="is damaged: its SHA-256 is"):
         fetched(web.url, tmp_path / "model-0123abcd.pth")
     assert not (tmp_path / "model-0123abcd.pth").exists()
-
-
-def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    url = "http://127.0.0.1:9/models/resnet18-f37072fd.pth"
-    monkeypatch.setattr(
-        initial_weights, "find_pretrained", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224)
-    )
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(initial_weights, "_PAUSE_S", 0.0)
-    with pytest.raises(BadWeights) as caught:
-        initial_weights.weights_file("resnet18", "DEFAULT", None, lambda *_: None)
-    told = str(caught.value)
-    assert told.startswith(
-        f"the weights DEFAULT of resnet18 can't be fetched: can't fetch {url} to {tmp_path}/checkpoints/"
-    )
-    assert "Connection refused" in told
-    assert "params.weights: FILE" in told
 
 
 def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,12 +244,6 @@ def test_profiles_of_awss_own_files_are_used(monkeypatch: pytest.MonkeyPatch) ->
     assert "credential_provider" not in settings("s3://b", region="x")
 
 
-def test_missing_botocore_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "botocore.session", None)
-    with pytest.raises(UsageError, match="AWS profiles are read with botocore: pip install"):
-        settings("s3://b", profile="work")
-
-
 def test_account_of_azure_is_in_the_address() -> None:
     location = Location("abfs://box@acc.dfs.core.windows.net/p", {"sas_key": "s"})
     bucket, found = settings_for(location, "az", "box@acc.dfs.core.windows.net", 1.0)
@@ -287,27 +280,6 @@ def test_a_url_without_a_bucket_is_a_clear_error() -> None:
 
 HERE = Location("s3://bucket/dogs", {"secret": "s3cret"})
 STATUS = "Generic S3 error: Error performing GET http://h/b?sig=s3cret in 1ms - Server returned non-2xx status code: "
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "words"),
-    [
-        ("404 Not Found: <Error><Code>NoSuchBucket</Code></Error>", StoreMissing, "does not exist (404 NoSuchBucket)"),
-        (
-            "403 Forbidden: <Error><Code>AccessDenied</Code><Message>No.</Message>",
-            StoreForbidden,
-            "403 AccessDenied: No.",
-        ),
-        ("400 Bad Request: <Code>ExpiredToken</Code>", StoreForbidden, "refuses it (400 ExpiredToken)"),
-        ("301 Moved Permanently: ", StoreForbidden, "set params.source_options.region"),
-        ("503 Service Unavailable: <Code>SlowDown</Code>", StoreUnreachable, "503 SlowDown"),
-        ("400 Bad Request: <Code>RequestTimeout</Code>", StoreUnreachable, "400 RequestTimeout"),
-    ],
-)
-def test_a_status_of_a_listing_is_told_in_one_line(text: str, kind: type[StoreError], words: str) -> None:
-    error = store_error(HERE, "listed", "", RuntimeError(STATUS + text), 6.0)
-    assert type(error) is kind and words in str(error)
-    assert "s3://bucket/dogs" in str(error) and "s3cret" not in str(error) and "\n" not in str(error)
 
 
 def test_missing_credentials_are_told_as_what_they_are() -> None:

@@ -54,14 +54,6 @@ def test_values_that_begin_with_a_minus_are_not_taken_as_options(tmp_path: Path)
     assert script is not None and script.args == ["--shift=-1e-05"]  # argparse takes -1e-05 alone as an option
 
 
-@pytest.mark.parametrize(("default", "third"), [("5", 7), ("None", 2)])
-def test_repeats_count_from_the_default_seed(tmp_path: Path, default: str, third: int) -> None:
-    (tmp_path / "own.py").write_text(f"def train(ctx, lr=0.1, seed={default}): ...\n")
-    config = resolved(tmp_path, {"params.lr": [1]}, workload="own:train")
-    assert trial_config(config, {}, 0, str(tmp_path), "s").config.params == {}
-    assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": third}
-
-
 def test_repeats_of_no_seed_count_from_zero(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]}, params={"seed": None})
     assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": 2}

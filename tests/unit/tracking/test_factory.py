@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -25,9 +24,8 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
-from ddptrain.tracking import items
 from ddptrain.tracking.factory import load, start_trackers
-from ddptrain.tracking.items import Checkpoint, Numbers, SharedFiles, TempFolder, link_or_copy
+from ddptrain.tracking.items import Checkpoint, Numbers
 from ddptrain.tracking.metric_goals import goal_of
 from tests.unit.specs import make_spec
 
@@ -202,7 +200,6 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
     while "sink_c" not in sys.modules:
         time.sleep(0.01)
     assert importlib.util.find_spec("sink_c") is not None
-    import os
 
     pid = os.fork()
     if pid == 0:
@@ -210,16 +207,6 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     manager.end("finished")
     manager.wait()
-
-
-# --- What several trackers, each in its thread, are handed at once ---
-
-
-def test_item_says_where_in_the_training_it_belongs() -> None:
-    image = items.Image(1, "examples", Path("a.png"), "a cat", 5)
-    table = items.Table(1, "predictions", ("image", "score"), ((image, 0.5),), 5)
-    assert table.rows[0][0] == image
-    assert (image.step, table.step, items.Numbers(1, {}).step) == (5, 5, None)
 
 
 # --- Whether a higher or a lower value of a metric is better ---
@@ -243,54 +230,3 @@ def test_best_is_known_from_the_name(name: str, goal: str) -> None:
 
 def test_checkpoints_metric_is_best_as_the_configuration_says() -> None:
     assert goal_of("val/loss", "val/loss", "max") == "max"
-
-
-# --- Files that trackers share: they outlive the original, and are deleted after the last reader ---
-
-
-def test_files_are_deleted_by_the_last_reader_only(tmp_path: Path) -> None:
-    file, folder = tmp_path / "file", tmp_path / "folder"
-    file.write_bytes(b"x")
-    folder.mkdir()
-    (folder / "inside").write_bytes(b"y")
-    files = SharedFiles([file, folder, tmp_path / "gone"], readers=2)
-    files.release()
-    assert file.exists() and folder.exists()
-    files.release()
-    assert not file.exists() and not folder.exists()
-
-
-def test_added_file_keeps_its_content_and_has_its_suffix_or_another(tmp_path: Path) -> None:
-    original = tmp_path / "image-1.tmp"
-    original.write_bytes(b"pixels")
-    temp = TempFolder(tmp_path / "temp")
-    same, other = temp.add(original), temp.add(original, ".png")
-    assert (same.name, other.name) == ("0.tmp", "1.png")
-    assert other.stat().st_ino == original.stat().st_ino, "a hard link costs nothing"
-    original.unlink()
-    assert same.read_bytes() == other.read_bytes() == b"pixels"
-    temp.delete()
-    assert not (tmp_path / "temp").exists()
-
-
-def test_added_folder_has_all_of_its_files(tmp_path: Path) -> None:
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-1" / "model").write_bytes(b"weights")
-    added = TempFolder(tmp_path / "temp").add(tmp_path / "step-1")
-    assert [(path.name, path.read_bytes()) for path in added.iterdir()] == [("model", b"weights")]
-
-
-def test_file_system_without_hard_links_gets_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    (tmp_path / "a").write_bytes(b"x")
-    link_or_copy(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b").read_bytes() == b"x"
-    assert (tmp_path / "b").stat().st_ino != (tmp_path / "a").stat().st_ino
-
-
-def test_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        TempFolder(tmp_path / "temp").add(tmp_path / "missing")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -210,6 +212,19 @@ def test_file_that_is_lent_outlives_the_ranks_own_until_all_trackers_have_read_i
     finish(manager)
     assert [reader.read for reader in readers] == [b"picture", b"picture"]
     assert not (tmp_path / "lent").exists()
+
+
+def test_file_system_without_hard_links_gets_a_copy(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a").write_bytes(b"x")
+    kept = house.open(Recorder()).keep(tmp_path / "a", ".png")
+    assert (kept.suffix, kept.read_bytes()) == (".png", b"x")
+    assert kept.stat().st_ino != (tmp_path / "a").stat().st_ino
 
 
 def test_checkpoint_is_lent_as_a_folder(house: House, tmp_path: Path) -> None:

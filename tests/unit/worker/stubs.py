@@ -18,7 +18,7 @@ _SITE = """
 import sys, types
 warmup = types.ModuleType("ddptrain.rank.warmup")
 warmup.import_everything = lambda: exec({at_import!r})
-process = types.ModuleType("ddptrain.rank.rank_process")
+process = types.ModuleType("ddptrain.rank.lifecycle")
 def read_spec(fd):
     from ddptrain.protocol.rank_spec import RankSpec
     with open(fd, encoding="utf-8", closefd=False) as file:
@@ -33,7 +33,7 @@ def run_rank(spec, log_fd, events_fd, orders_fd):
     sys.stdout.flush()
     return 0
 process.read_spec, process.run_rank = read_spec, run_rank
-sys.modules["ddptrain.rank.warmup"], sys.modules["ddptrain.rank.rank_process"] = warmup, process
+sys.modules["ddptrain.rank.warmup"], sys.modules["ddptrain.rank.lifecycle"] = warmup, process
 """
 
 

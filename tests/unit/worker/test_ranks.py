@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -16,10 +18,11 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import events, news
 from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
-from ddptrain.worker import foreign_worker, rank_environment, rank_task
+from ddptrain.worker import rank_environment, rank_host, rank_task
 from ddptrain.worker.rank_host import RankHost, slot_resources
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 from tests.unit.specs import make_spec
+from tests.unit.worker.stubs import until
 
 # --- When the worker plugin stops ranks, and which slot each of them has ---
 
@@ -140,9 +143,10 @@ def test_resources_say_how_many_ranks_fit_and_how_many_have_a_gpu() -> None:
 class RankTaskFakeServer:
     """Ranks that write an event and exit with their number, at once; the rank `refused` cannot be started."""
 
-    def __init__(self, refused: int = -1) -> None:
-        self.refused = refused
+    def __init__(self, refused: int = -1, *, lasts: bool = False) -> None:
+        self.refused, self.lasts = refused, lasts
         self.started: list[RankSpec] = []
+        self.ended: list[str] = []
         self.exits: dict[str, dict[str, Any]] = {}
         self.stores: list[str] = []
         self.killed: list[str] = []
@@ -164,8 +168,15 @@ class RankTaskFakeServer:
         with open(written, "wb", closefd=False) as file:
             file.write(self.written)
         self.started.append(spec)
-        self.exits[rank_id] = {"report": "exited", "pid": 9, "status": spec.rank, "time_ns": 1}
+        if not self.lasts:
+            self.finish()
         woken.set()
+
+    def finish(self) -> None:
+        """End the ranks that run."""
+        for spec in self.started[len(self.ended) :]:
+            self.ended.append(spec.key)
+            self.exits[spec.key] = {"report": "exited", "pid": 9, "status": spec.rank, "time_ns": 1}
 
     def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
         return self.exits.pop(rank_id, None)
@@ -173,8 +184,8 @@ class RankTaskFakeServer:
     def start_of(self, rank_id: str) -> None:
         """Not reported."""
 
-    def pid_of(self, rank_id: str) -> None:
-        """Not known."""
+    def pid_of(self, rank_id: str) -> int:
+        return os.getpgid(0)
 
     def stop(self, child_id: str, grace_s: float) -> None:
         self.killed.append(child_id)
@@ -183,7 +194,7 @@ class RankTaskFakeServer:
 class Stage:
     """A worker with a host of ranks, and the messages that it has sent."""
 
-    def __init__(self, folder: Path, server: RankTaskFakeServer) -> None:
+    def __init__(self, folder: Path, server: RankTaskFakeServer, *gpus: str) -> None:
         self.messages: list[dict[str, Any]] = []
         self.tasks = {"ddptrain/r-1/1/0": SimpleNamespace(state="executing")}
         state = SimpleNamespace(tasks=self.tasks, total_resources={SLOT_RESOURCE: 2}, nthreads=2)
@@ -191,7 +202,7 @@ class Stage:
         worker.log_event = self._take
         self.worker = cast(Worker, worker)
         client = cast(RankServerClient, server)
-        self.host = RankHost(client, lambda: client, {}, (), folder / "scratch")
+        self.host = RankHost(client, lambda: client, {}, gpus, folder / "scratch")
         self.host.setup(self.worker)
 
     def _take(self, topic: str, message: dict[str, Any]) -> None:
@@ -258,6 +269,39 @@ def test_messages_have_a_limited_size(tmp_path: Path) -> None:
     last = stage.news[-1].ranks[-1]
     assert last.ended is not None and last.events_size == 40_000  # the driver fetches what is over the rate limit
     assert max(sum(part.size_bytes for part in each.ranks) for each in stage.news) <= news.MAX_DATA_BYTES
+
+
+class Nvml(ModuleType):
+    """In the place of nvidia-ml-py: a broken GPU, whose calls hang until the end of the test."""
+
+    NVMLError = NVMLError_NotSupported = NVMLError_FunctionNotFound = NVMLError_NoPermission = OSError
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.asked, self.end = threading.Event(), threading.Event()
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.asked.set()
+        self.end.wait()
+
+
+def test_gpu_that_hangs_does_not_silence_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    server = RankTaskFakeServer(lasts=True)
+    stage = Stage(tmp_path, server, "0")
+    task = threading.Thread(target=lambda: stage.run(*specs(1, lost_after_s=0.8)))
+    task.start()
+    try:
+        assert nvml.asked.wait(60)
+        seen = len(stage.messages)
+        until(lambda: len(stage.messages) > seen + 2, "news")
+        assert all(part.cpu_s is not None for each in stage.news[seen:] for part in each.ranks)
+        server.finish()
+        task.join(60)
+        assert stage.news[-1].ranks[-1].ended is not None
+    finally:
+        nvml.end.set()
 
 
 # --- A rank's environment: the user's values win, tuned values are reported, and torchrun's variables are set ---
@@ -409,7 +453,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def visible(environ: dict[str, str]) -> tuple[str, ...]:
         return tuple(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
 
-    monkeypatch.setattr(foreign_worker, "visible_gpus", visible)
+    monkeypatch.setattr(rank_host, "visible_gpus", visible)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -431,4 +475,4 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
 ) -> None:
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert foreign_worker.offered_slots(worker(**known)) == offered
+    assert rank_host.offered_slots(worker(**known)) == offered

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ddptrain.cli.main import app
-from ddptrain.cli.models.models import open_trained
+from ddptrain.cli.trained import open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
 from ddptrain.results.layout import RunLayout
 

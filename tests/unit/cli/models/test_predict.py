@@ -59,7 +59,7 @@ def test_json_and_csv_have_what_can_not_be_read_too(folder: Path, capsys: pytest
     seen = {one["file"]: one["predictions"][0]["class"] for one in told["results"] if "predictions" in one}
     assert seen == {f"pictures/{colour}.png": colour for colour in COLOURS}
     assert [one["file"] for one in told["results"] if "error" in one] == ["broken.jpg", "nowhere"]
-    assert err == "predict: 2 of 5 could not be classified\n"
+    assert err == "ddptrain: 2 of 5 could not be classified\n"
     assert main([*given, "--csv"]) == 1
     rows = [*csv.reader(io.StringIO(capsys.readouterr().out, newline=""))]
     assert rows[0] == ["file", "class", "probability", "error"]

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ddptrain.cli.unattended.schedule import app
+from ddptrain.cli.unattended import schedules as app
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords

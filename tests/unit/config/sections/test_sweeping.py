@@ -117,31 +117,23 @@ def test_values_of_an_interval(given: dict[str, Any], values: list[float] | None
     assert Distribution.model_validate(given).values() == values
 
 
-def test_a_param_without_default_needs_no_value_if_it_is_searched(tmp_path: Path) -> None:
-    (tmp_path / "needs.py").write_text("def main(ctx, lr: float, steps: int): ...")
+def test_params_are_checked_together_with_the_first_searched_values(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("workload: needs:main\nsweep: {space: {params.lr: {log: [0.1, 1]}}, trials: 2}\n")
-    with pytest.raises(ConfigError, match=r"params.lr: is required"):
-        load_config(path, ["params.steps=1"])
-    with pytest.raises(ConfigError, match=r"^\S+: params.steps: is required, and not given [^\n]*$"):
-        load_config(path, sweeps=True)
-    assert load_config(path, ["params.steps=1"], sweeps=True).config.params == {"lr": 0.1, "steps": 1}
+    path.write_text(
+        "workload: images\nparams: {weights: IMAGENET1K_SWAG_E2E_V1}\n"
+        "sweep: {space: {params.architecture: [vit_b_16]}, trials: 2, metric: x}\n"
+    )
+    with pytest.raises(ConfigError, match="resnet50 has no such weights"):
+        load_config(path)
+    assert load_config(path, sweeps=True).config.params == {
+        "architecture": "vit_b_16",
+        "weights": "IMAGENET1K_SWAG_E2E_V1",
+    }
 
 
-def test_an_unknown_param_that_is_searched_is_one_problem(tmp_path: Path) -> None:
-    (tmp_path / "has.py").write_text("def main(ctx, lr: float): ...")
+def test_a_problem_of_a_searched_param_is_named_once_at_the_sweep(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("workload: has:main\nparams: {lr: 1}\nsweep: {space: {params.lrr: [1, 2]}, trials: 2}\n")
-    with pytest.raises(ConfigError) as raised:
-        load_config(path, sweeps=True)
-    (problem,) = raised.value.problems
-    assert str(problem) == f"{path}:3: sweep.space.params.lrr: there is no such parameter (did you mean lr?)"
-
-
-def test_a_problem_of_a_searched_param_is_told_once_at_the_sweep(tmp_path: Path) -> None:
-    (tmp_path / "needs.py").write_text("def main(ctx, lr: float): ...")
-    path = tmp_path / "c.yaml"
-    path.write_text("workload: needs:main\nsweep: {space: {params.nope: [1], params.lr: [a]}, trials: 2, metric: x}\n")
+    path.write_text("workload: petnames\nsweep: {space: {params.nope: [1], params.layers: [a]}, trials: 2}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path, sweeps=True)
-    assert [problem.key for problem in caught.value.problems] == ["sweep.space.params.nope", "sweep.space.params.lr"]
+    assert [each.key for each in caught.value.problems] == ["sweep.space.params.nope", "sweep.space.params.layers"]

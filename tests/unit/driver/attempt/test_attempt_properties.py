@@ -7,20 +7,16 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.driver import inbox
 from ddptrain.driver.attempt import Phase
-from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import events
 from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.run_record import RankRecord
 from tests.unit.driver.attempt.attempt_play import GRACE_S, Play
-from tests.unit.driver.attempt.ranks import running
 
 # --- What holds for the attempt whatever arrives, and in whatever order ---
 
@@ -207,38 +203,4 @@ def test_root_cause_does_not_depend_on_the_order_within_the_settling_time(
     assert len(set(causes)) == 1
 
 
-@given(st.permutations([0, 1, 2]), st.booleans())
-@settings(deadline=None)
-def test_lost_host_names_its_lowest_rank_in_any_order(ranks: list[int], by_task: bool) -> None:
-    play = Play(WORLD).start()
-    for rank in ranks:
-        play.now += 0.03
-        lost = inbox.WorkerLost(f"tcp://h{rank}", "the host is gone")
-        play.send(inbox.TaskFailed(1, rank, "the host is gone") if by_task else lost)
-    play.wait(1.0)
-    assert (play.cause.rank, play.cause.line) == (0, "the host is gone")
-    assert play.cause.kind == (FaultKind.INFRASTRUCTURE if by_task else FaultKind.WORKER_LOST)
-
-
 # --- The record of a rank in run.json ---
-
-
-STARTED = events.Started(1, 42, "its host", "cuda:1")
-EXIT = RankExit(43, -9, 5)
-
-
-@pytest.mark.parametrize(
-    ("state", "host", "pid", "gpu", "status"),
-    [
-        ({}, "h3", None, None, None),
-        ({"ended": EXIT}, "h3", 43, None, -9),
-        ({"started": STARTED}, "its host", 42, "cuda:1", None),
-        ({"started": STARTED, "ended": EXIT}, "its host", 42, "cuda:1", -9),
-        ({"started": events.Started(1, 42, "its host", "cpu")}, "its host", 42, None, None),
-    ],
-)
-def test_record_of_a_rank(
-    state: dict[str, Any], host: str, pid: int | None, gpu: str | None, status: int | None
-) -> None:
-    rank = running(3, spec={"local_rank": 1, "node_rank": 2}, **state)
-    assert rank.record() == RankRecord(rank=3, local_rank=1, node_rank=2, host=host, pid=pid, gpu=gpu, exit=status)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
-from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
+from ddptrain.driver.control.stop import REQUEST, StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
@@ -27,6 +27,10 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 # --- A request in the run directory is a signal to its driver, and to no other process ---
+
+
+def text(request: StopRequest) -> str:
+    return REQUEST.dump_json(request).decode()
 
 
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
@@ -49,7 +53,7 @@ def signals(writer: RunWriter) -> Iterator[Signals]:
 def ask(writer: RunWriter, request: StopRequest | str) -> None:
     """Put it there, and wait until it is gone."""
     beside = writer.layout.root / "beside"
-    beside.write_text(request if isinstance(request, str) else request.to_json())
+    beside.write_text(request if isinstance(request, str) else text(request))
     beside.replace(writer.layout.stop_json)
     deadline = time.monotonic() + 60
     while writer.layout.stop_json.exists():
@@ -87,19 +91,6 @@ def test_request_for_now_kills_once_and_is_never_a_fourth_signal(writer: RunWrit
     assert len(signals.taken) == 3
 
 
-def test_request_for_now_is_known_as_the_cause_of_the_end(writer: RunWriter, signals: Signals) -> None:
-    ask(writer, replace(OURS, now=True))
-    assert message(signals) == SignalReceived(signal.SIGINT, Request.STOP_NOW)
-    assert signals.asked is True
-
-
-def test_request_after_ctrl_c_did_not_end_the_run(writer: RunWriter, signals: Signals) -> None:
-    signals.take(signal.SIGINT, None)
-    ask(writer, OURS)
-    ask(writer, "{}")
-    assert signals.asked is False
-
-
 def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -112,7 +103,7 @@ def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(writer: RunWriter) -> Non
 
 @pytest.mark.parametrize(
     "request_text",
-    ["", "[]", "nonsense", "[" * 100_000, "\0", replace(OURS, pid=1).to_json(), replace(OURS, host="x").to_json()],
+    ["", "[]", "nonsense", "[" * 100_000, "\0", text(replace(OURS, pid=1)), text(replace(OURS, host="x"))],
     ids=["empty", "list", "nonsense", "deep", "nul", "another process", "another host"],
 )
 def test_request_for_another_driver_and_nonsense_are_removed_and_not_obeyed(
@@ -126,7 +117,7 @@ def test_request_for_another_driver_and_nonsense_are_removed_and_not_obeyed(
 def test_request_that_the_driver_before_left_is_not_for_the_next(tmp_path: Path, writer: RunWriter) -> None:
     writer.finish(RunStatus.FAILED, 1)
     writer.close()
-    writer.layout.stop_json.write_text(OURS.to_json())
+    writer.layout.stop_json.write_text(text(OURS))
     with RunWriter.reopen(tmp_path / "a-run", "") as again:
         assert not again.layout.stop_json.exists()
 
@@ -147,7 +138,7 @@ def test_stop_waits_until_the_run_has_ended_and_its_driver_has_left(writer: RunW
 
     def tell(text: str) -> None:
         said.append(text)
-        assert StopRequest.from_json(writer.layout.stop_json.read_bytes()) == OURS
+        assert REQUEST.validate_json(writer.layout.stop_json.read_bytes()) == OURS
         writer.finish(RunStatus.PREEMPTED, ExitCode.PREEMPTED)
         writer.close()
 
@@ -155,12 +146,6 @@ def test_stop_waits_until_the_run_has_ended_and_its_driver_has_left(writer: RunW
     assert (ended.status, ended.record.exit_code) == ("preempted", 75)
     assert said == [f"waiting up to 30.5 s for run a-run to end: process {os.getpid()} on {socket.gethostname()}"]
     assert not writer.layout.stop_json.exists()
-
-
-def test_run_that_has_ended_is_not_asked(writer: RunWriter) -> None:
-    writer.finish(RunStatus.FAILED, 1)
-    ended = stop_run(going(writer), now=True, by="", tell=pytest.fail)
-    assert ended.status == "failed" and not writer.layout.stop_json.exists()
 
 
 def test_driver_that_does_not_answer_is_named(writer: RunWriter) -> None:
@@ -214,15 +199,6 @@ def test_signal_ends_a_wait() -> None:
         with pytest.raises(Interrupted) as caught:
             wait()
     assert caught.value.exit_code == 130
-
-
-def test_signal_that_came_before_a_wait_ends_it() -> None:
-    inbox: Inbox = queue.SimpleQueue()
-    with signals_to(inbox) as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
-        inbox.get(timeout=60)
-        with pytest.raises(Interrupted), signals.interrupting():
-            pytest.fail("the wait began")
 
 
 def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
@@ -291,21 +267,6 @@ def test_signal_at_any_line_before_a_wait_ends_it(line: int) -> None:
     assert waited == []
 
 
-def test_wait_is_interrupted_once_and_only_within_its_block() -> None:
-    signals = Signals(queue.SimpleQueue())
-    with signals.interrupting():
-        with pytest.raises(Interrupted):
-            signals.take(signal.SIGINT, None)
-        signals.take(signal.SIGINT, None)
-    late = Signals(queue.SimpleQueue())
-    with late.interrupting():
-        pass
-    late.take(signal.SIGINT, None)
-    with pytest.raises(Interrupted) as first:
-        signals.check()
-    assert first.value.signum == signal.SIGINT
-
-
 @pytest.mark.parametrize("taken", [[], [signal.SIGTERM, signal.SIGINT]])
 def test_signal_that_an_outer_block_has_received_is_sent_again(
     monkeypatch: pytest.MonkeyPatch, taken: list[int]
@@ -317,21 +278,6 @@ def test_signal_that_an_outer_block_has_received_is_sent_again(
         with signals_to(queue.SimpleQueue()) as inner:
             assert inner is not outer and inner.taken == []
     assert sent == [(os.getpid(), signum) for signum in taken[:1]]
-
-
-def test_signal_of_another_thread_is_sent_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append((pid, signum)))
-    Signals(queue.SimpleQueue()).send(signal.SIGINT)
-    assert sent == [(os.getpid(), signal.SIGINT)]
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_each_signal_that_asks_to_end_is_handled(signum: int) -> None:
-    inbox: Inbox = queue.SimpleQueue()
-    with signals_to(inbox):
-        os.kill(os.getpid(), signum)
-        assert inbox.get(timeout=60) == SignalReceived(signum)
 
 
 def test_signal_for_the_ranks_asks_for_no_end_and_interrupts_nothing() -> None:

@@ -20,7 +20,7 @@ from ddptrain.driver.doctor.judge import (
     judge_speed,
     judge_torch,
 )
-from ddptrain.worker.host_facts import GpuFacts, HostFacts, Interface
+from ddptrain.worker.host_facts import GpuFacts, HostFacts
 
 # --- What `ddptrain doctor` concludes from what it has read ---
 
@@ -38,10 +38,9 @@ FACTS = HostFacts(
     scratch_mb=90_000,
     scratch_free_mb=50_000,
     open_files=65_536,
-    interface="eth0",
-    interfaces=(Interface("eth0", 1000, True), Interface("ib0", 0, False)),
+    interfaces=("eth0",),
 )
-GPU = GpuFacts(0, "GPU-1", "NVIDIA H100", 80_000, 100, ecc_errors=0)
+GPU = GpuFacts(0, "NVIDIA H100", 80_000, 100, ecc_errors=0)
 
 
 def bad(checks: list[Check]) -> list[tuple[str, str]]:

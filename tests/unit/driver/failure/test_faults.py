@@ -9,14 +9,15 @@ import pytest
 
 from ddptrain.config.run_config import FailureConfig
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind, find_root_cause
+from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.run_end import Restart, RestartPolicy
 from ddptrain.driver.ranks import AttemptEnd
-from ddptrain.driver.recorder import STEPS, SlowRank, SlowRanks
+from ddptrain.driver.recorder import STEPS, SlowRanks
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
 from ddptrain.protocol.news import RankExit
+from ddptrain.results.run_record import SlowRankRecord
 
 # --- The first cause is told from its victims ---
 
@@ -27,109 +28,15 @@ def fault(
     return Fault(rank, kind, time_ns, message or f"rank {rank}", victim=victim)
 
 
-def test_earliest_fault_is_the_cause() -> None:
-    assert find_root_cause([fault(0, 5), fault(1, 3)]).rank == 1
-
-
-def test_victim_is_never_the_cause_however_early() -> None:
-    assert find_root_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
-
-
-def test_earliest_victim_is_named_where_there_is_nobody_else() -> None:
-    assert find_root_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
-
-
-def test_lost_worker_is_told_of_its_first_rank() -> None:
-    lost = [fault(rank, 10 - rank, kind=FaultKind.WORKER_LOST, message="the worker was lost") for rank in range(3)]
-    assert find_root_cause(lost).rank == 0
-
-
-def test_lost_worker_does_not_hide_an_earlier_exception() -> None:
-    faults = [fault(1, 1), fault(0, 5, kind=FaultKind.WORKER_LOST), fault(1, 6, kind=FaultKind.WORKER_LOST)]
-    assert find_root_cause(faults).kind == FaultKind.EXCEPTION
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [
-        (FaultKind.EXCEPTION, ExitCode.TRAINING_FAILED),
-        (FaultKind.EXIT, ExitCode.TRAINING_FAILED),
-        (FaultKind.SIGNAL, ExitCode.TRAINING_FAILED),
-        (FaultKind.REFUSED, ExitCode.TRAINING_FAILED),
-        (FaultKind.WORKER_LOST, ExitCode.CLUSTER),
-        (FaultKind.INFRASTRUCTURE, ExitCode.CLUSTER),
-        (FaultKind.RESULTS, ExitCode.CLUSTER),
-        (FaultKind.HANG, ExitCode.HANG),
-    ],
-)
-def test_exit_code_follows_the_kind_of_fault(kind: FaultKind, code: ExitCode) -> None:
-    assert fault(0, 1, kind=kind).exit_code == code
-
-
 def test_line_is_one_line_with_the_type_and_the_phase() -> None:
     failure = events.Failure(1, "ValueError", "boom\nand more", "", phase="setup")
     assert failure_fault.from_failure(2, failure).line == "ValueError: boom (before the process group was up)"
-
-
-def test_type_whose_name_has_several_lines_is_one_line() -> None:
-    failure = events.Failure(1, "Bad\nname", "boom", "", phase="train")
-    assert failure_fault.from_failure(2, failure).line == "Bad: boom"
-
-
-def test_exception_without_a_message_is_its_type_alone() -> None:
-    failure = events.Failure(1, "AssertionError", "", "", phase="train")
-    assert failure_fault.from_failure(2, failure).line == "AssertionError"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_no_failure_of_the_code() -> None:
     failure = events.Failure(1, "CheckpointNotWritten", "No space left on device", "", unwritable=True)
     found = failure_fault.from_failure(0, failure)
     assert (found.kind, found.exit_code) == (FaultKind.RESULTS, ExitCode.CLUSTER)
-
-
-def test_sys_exit_is_told_as_it_was_called() -> None:
-    failure = events.Failure(1, "SystemExit", "sys.exit(42)", "", exit_code=42)
-    assert (failure_fault.from_failure(0, failure).kind, failure_fault.from_failure(0, failure).line) == (
-        FaultKind.EXIT,
-        "sys.exit(42)",
-    )
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "words"),
-    [
-        (-9, FaultKind.SIGNAL, "killed by SIGKILL"),
-        (0, FaultKind.EXIT, "exit code 0 in the middle"),
-        (7, FaultKind.EXIT, "exit code 7"),
-    ],
-)
-def test_silent_end_is_told_by_its_status(status: int, kind: FaultKind, words: str) -> None:
-    found = failure_fault.from_exit(1, RankExit(100, status, 1))
-    assert found.kind == kind
-    assert words in found.line
-
-
-def test_rank_that_returned_is_the_cause_where_all_others_only_lost_it() -> None:
-    first = find_root_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
-    assert (first.rank, first.kind, first.exit_code) == (1, FaultKind.EXIT, ExitCode.TRAINING_FAILED)
-    assert first.line == "returned from the workload while rank 0, 2 waited for it in a collective operation"
-
-
-def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
-    assert find_root_cause([fault(0, 5)], finished=[1]).rank == 0
-
-
-def test_time_out_in_a_collective_is_a_victims() -> None:
-    found = failure_fault.from_failure(0, events.Failure(1, "RuntimeError", "Timed out waiting", "", timed_out=True))
-    assert (found.victim, found.timed_out) == (True, True)
-    ended = failure_fault.from_exit(0, RankExit(1, -6, 1, timed_out=True))
-    assert (ended.victim, ended.timed_out) == (True, True)
-
-
-def test_kill_for_want_of_memory_is_told() -> None:
-    text = "out of memory (the memory limit of 2.0 GiB of its control group)"
-    found = failure_fault.from_exit(1, RankExit(1, -9, 1, reason=text))
-    assert found.line == f"killed by SIGKILL: {text}"
 
 
 def test_rank_that_could_not_write_its_failure_names_the_reason_and_is_not_tried_again() -> None:
@@ -164,7 +71,11 @@ def test_missing_network_interface_is_named_with_its_variable() -> None:
 # --- A rank is slow if the other ranks wait for it for a fifth of each step ---
 
 
-def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: float = 1.0) -> SlowRank | None:
+def slow(rank: int, own_s: float, median_s: float, *, computes: bool) -> SlowRankRecord:
+    return SlowRankRecord(rank=rank, own_s=own_s, median_s=median_s, computes=computes)
+
+
+def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: float = 1.0) -> SlowRankRecord | None:
     """What is found after these waits of each rank in its last steps."""
     ranks, found = SlowRanks(len(waits)), None
     for number in range(STEPS):
@@ -176,23 +87,17 @@ def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: fl
 @pytest.mark.parametrize(
     ("waits", "compute", "expected"),
     [
-        ([[0.5] * 5, [0.1] * 5], [0.5, 0.9], SlowRank(1, 0.9, 0.5, computes=True)),
-        ([[0.5] * 5, [0.1] * 5], [0.5, 0.5], SlowRank(1, 0.9, 0.5, computes=False)),
+        ([[0.5] * 5, [0.1] * 5], [0.5, 0.9], slow(1, 0.9, 0.5, computes=True)),
+        ([[0.5] * 5, [0.1] * 5], [0.5, 0.5], slow(1, 0.9, 0.5, computes=False)),
         ([[0.28] * 5, [0.1] * 5], [0.5, 0.9], None),  # the others wait for less than a fifth
         ([[0.5, 0.0, 0.5, 0.5, 0.0], [0.1] * 5], [0.5, 0.9], None),  # not in each step
-        ([[0.5, 0.0, 0.5, 0.5, 0.5], [0.9, 0.1, 0.1, 0.1, 0.1]], [0.5, 0.9], SlowRank(1, 0.9, 0.5, computes=True)),
-        ([[0.4] * 5, [0.4] * 5, [0.0] * 5, [0.5] * 5], [0.5] * 4, SlowRank(2, 1.0, 0.6, computes=False)),
+        ([[0.5, 0.0, 0.5, 0.5, 0.5], [0.9, 0.1, 0.1, 0.1, 0.1]], [0.5, 0.9], slow(1, 0.9, 0.5, computes=True)),
+        ([[0.4] * 5, [0.4] * 5, [0.0] * 5, [0.5] * 5], [0.5] * 4, slow(2, 1.0, 0.6, computes=False)),
         ([[0.4] * 5, [0.4] * 5, [0.4] * 5, [0.4] * 5], [0.5] * 4, None),  # a slow network
     ],
 )
-def test_slow_rank(waits: Sequence[Sequence[float]], compute: Sequence[float], expected: SlowRank | None) -> None:
+def test_slow_rank(waits: Sequence[Sequence[float]], compute: Sequence[float], expected: SlowRankRecord | None) -> None:
     assert named(waits, compute) == expected
-
-
-def test_no_rank_is_slow_before_all_have_reported_their_steps() -> None:
-    ranks = SlowRanks(2)
-    found = [ranks.after(1, StepTimes(1, 1.0, 0.9, 0.0)) for _ in range(2 * STEPS)]
-    assert found == [None] * (2 * STEPS)
 
 
 # --- Whether another attempt follows: two budgets, and the failures that it can't help ---

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks
-from ddptrain.driver.failure.hang import ANSWERS_S, Inquiry, diagnose
-from ddptrain.driver.failure.watchdog import Hang, Watchdog
-from ddptrain.driver.ranks import Activity, Rank, Signs
+from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.failure.hang import diagnose
+from ddptrain.driver.ranks import Rank, Signs
 from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in
 from tests.unit.driver.attempt.ranks import running
@@ -232,7 +231,7 @@ def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
             ("/py/multiprocessing/popen_fork.py:27 poll", "/py/multiprocessing/util.py:357 _exit_function"),
             "it waits for a process that it has started with multiprocessing to end",
         ),
-        (("/me/train.py:7 clean_up", "/ddptrain/rank/rank_process.py:98 _run_exit_handlers"), "train.py:7 in clean_up"),
+        (("/me/train.py:7 clean_up", "/ddptrain/rank/lifecycle.py:98 _run_exit_handlers"), "train.py:7 in clean_up"),
     ],
 )
 def test_rank_that_cannot_exit_says_what_it_waits_for(frames: tuple[str, ...], text: str) -> None:
@@ -245,10 +244,6 @@ def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
     fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread_failure=ended)], 2.0, 5)
     assert "its thread reader has ended with ValueError: bad shard (stacks" in fault.message
     assert fault.traceback == "Traceback ..."
-
-
-def test_many_ranks_are_told_as_spans() -> None:
-    assert format_ranks([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
 
 
 @pytest.mark.parametrize(
@@ -268,83 +263,3 @@ def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[
 
 
 # --- One inquiry after another: when it ends, and what it keeps for the next ---
-
-
-HANG = Hang((1,), 40.0, 41.0)
-
-
-class Working:
-    """A watchdog for which rank 1 works, and each rank is idle for ten times its number of seconds."""
-
-    def idle_s(self, rank: Rank, now: float) -> float:
-        return 10.0 * rank.spec.rank
-
-    def works(self, rank: Rank, now: float) -> bool:
-        return rank.spec.rank == 1
-
-    def uses(self, activity: Activity, now: float) -> str:
-        return ""
-
-
-@pytest.fixture
-def ranks() -> list[Rank]:
-    return [running(rank, started=events.Started(1, 7, "h"), entered=True) for rank in range(2)]
-
-
-def begun(ranks: list[Rank], hang: Hang | None = HANG) -> Inquiry:
-    """An inquiry that begins at 100 s."""
-    inquiry = Inquiry()
-    inquiry.begin(hang, ranks, cast(Watchdog, Working()), 100.0)
-    return inquiry
-
-
-def test_inquiry_ends_with_the_last_answer_or_at_its_deadline(ranks: list[Rank]) -> None:
-    late = begun(ranks, None)
-    assert late.under_way and not late.may_begin(200.0)
-    assert late.conclude(ranks, 100.0 + ANSWERS_S - 0.1, 8) is None
-    fault = late.conclude(ranks, 100.0 + ANSWERS_S, 8)
-    assert fault is not None and (fault.kind, fault.time_ns) == (FaultKind.HANG, 8)
-    assert late.conclude(ranks, 200.0, 9) is None
-    answered = begun(ranks, None)
-    ranks[0].on_event(events.Stacks(1, LOADING))
-    assert answered.conclude(ranks, 101.0, 8) is None
-    ranks[1].on_event(events.Stacks(1, LOADING))
-    assert answered.conclude(ranks, 101.0, 8) is not None
-
-
-def test_lost_rank_is_not_waited_for(ranks: list[Rank]) -> None:
-    inquiry = begun(ranks, None)
-    ranks[0].on_event(events.Stacks(1, LOADING))
-    ranks[1].lost = True
-    fault = inquiry.conclude(ranks, 101.0, 8)
-    assert fault is not None and fault.rank == 0
-
-
-def test_rank_at_work_ends_the_inquiry_and_the_next_one_compares_its_stacks(ranks: list[Rank]) -> None:
-    inquiry = begun(ranks)
-    for rank in (0, 1):
-        ranks[rank].on_event(events.Stacks(1, ALL_REDUCE, 7))
-    assert inquiry.conclude(ranks, 101.0, 8) is None
-    assert not inquiry.begun
-    assert [inquiry.may_begin(now) for now in (120.9, 121.0)] == [False, True]  # half of the limit later
-    ranks[0].on_event(events.Stacks(1, LOADING, 9))  # too late
-    inquiry.begin(HANG, ranks, cast(Watchdog, Working()), 121.0)
-    for rank in (0, 1):
-        assert inquiry.conclude(ranks, 122.0, 8) is None
-        ranks[rank].on_event(events.Stacks(1, ALL_REDUCE, 7))
-    fault = inquiry.conclude(ranks, 122.0, 8)
-    assert fault is not None and fault.rank == 1  # it is in the same operation, and has been idle for longer
-
-
-def test_rank_that_finishes_meanwhile_ends_the_inquiry_unless_a_wait_has_timed_out(ranks: list[Rank]) -> None:
-    inquiry = begun(ranks, None)
-    ranks[1].finished = True
-    ranks[0].on_event(events.Stacks(1, LOADING))
-    assert inquiry.conclude(ranks, 105.0, 8) is None and inquiry.may_begin(105.0)
-    ranks[1].finished = False
-    inquiry.begin(None, ranks, cast(Watchdog, Working()), 106.0)
-    ranks[1].finished = True
-    ranks[0].fault = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
-    ranks[0].lost = True
-    fault = inquiry.conclude(ranks, 111.0, 8)
-    assert fault is not None and fault.rank == 1

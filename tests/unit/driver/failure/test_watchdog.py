@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.run_config import FailureConfig
-from ddptrain.driver.failure.watchdog import Hang, Watchdog, new_watchdog
-from ddptrain.driver.ranks import Activity
-from ddptrain.protocol import deadlines, events
+from ddptrain.driver.failure.watchdog import Hang, new_watchdog
+from ddptrain.protocol import events
 from tests.unit.driver.attempt.ranks import running
 
 
@@ -106,17 +104,6 @@ def test_rank_that_waits_for_its_trackers_is_excused_for_as_long_as_it_has_said(
         assert scene.late() == ()
     scene.now += 15.0
     scene.report(1)
-    assert scene.late() == (0,)
-
-
-def test_what_a_tracker_tells_is_no_sign_of_life() -> None:
-    scene = Scene()
-    scene.enter()
-    scene.report(0, 1)
-    scene.now += 10.5
-    scene.report(1)
-    scene.heard(0, events.Tracked(1, "wandb", {"url": "u"}))
-    scene.heard(0, events.TrackerFailed(1, "wandb", "is off"))
     assert scene.late() == (0,)
 
 
@@ -288,17 +275,6 @@ def test_silence_is_shown_after_a_third_of_the_limit() -> None:
     assert scene.silence() == ""
 
 
-@pytest.mark.parametrize(
-    ("hang_timeout_s", "lost_after_s", "expected"),
-    [(600.0, 60.0, 2.0), (2.0, 60.0, 0.5), (None, 60.0, 2.0), ("auto", 60.0, 2.0), (600.0, 4.0, 1.0)],
-)
-def test_quiet_ranks_are_told_of_often_enough_for_both_limits(
-    hang_timeout_s: float | str | None, lost_after_s: float, expected: float
-) -> None:
-    failure = FailureConfig.model_validate({"hang_timeout_s": hang_timeout_s, "lost_after_s": lost_after_s})
-    assert deadlines.alive_s(failure) == expected
-
-
 def test_rank_that_reports_once_an_hour_is_judged_by_its_use_of_the_processor() -> None:
     scene = Scene()
     scene.enter()
@@ -335,23 +311,6 @@ def test_start_has_the_longer_one_of_its_times() -> None:
     assert scene.late() == (0, 1)
 
 
-def test_rank_that_was_never_ordered_is_waited_for_by_others() -> None:
-    scene = Scene()
-    scene.change(1, submitted_at=0.0)
-    scene.now += 61.0
-    assert scene.late() == (0,)
-
-
-def test_ranks_that_have_ended_are_not_asked() -> None:
-    scene = Scene()
-    scene.enter()
-    scene.report(0, 1)
-    scene.now += 20.0
-    scene.change(0, lost=True)
-    scene.change(1, lost=True)
-    assert scene.late() == ()
-
-
 def test_rank_that_does_not_end_after_its_work_is_a_hang() -> None:
     scene = Scene()
     scene.enter()
@@ -360,17 +319,6 @@ def test_rank_that_does_not_end_after_its_work_is_a_hang() -> None:
     scene.change(1, finished=True)
     scene.now += 11.0
     assert scene.late() == (1,)
-
-
-def test_time_in_which_the_driver_slept_does_not_count() -> None:
-    scene = Scene()
-    scene.enter()
-    scene.report(0, 1)
-    scene.now += 3600.0
-    scene.suspended(3600.0)
-    assert scene.late() == ()
-    scene.now += 11.0
-    assert scene.late() == (0, 1)
 
 
 def test_stacks_that_we_have_asked_for_are_no_sign_of_life() -> None:
@@ -390,42 +338,6 @@ def test_watchdog_can_be_turned_off() -> None:
     scene.cpu(0, 1.0)
     scene.now += 1e6
     assert scene.late() == ()
-
-
-def finishing(timeout_s: float) -> events.Event:
-    return events.Finishing(1, timeout_s=timeout_s)
-
-
-@pytest.mark.parametrize(
-    ("event", "counts"),
-    [
-        (events.CheckpointSaved(1, 5, "s", ()), True),
-        (events.FileSaved(1, "stacksofit.txt", "s", 1, ""), True),
-        (events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""), False),
-        (events.ThreadFailure(1, "t", "E", "m", "tb"), False),
-    ],
-)
-def test_event_that_the_driver_has_not_requested_counts_as_activity(event: events.Event, counts: bool) -> None:
-    activity = Activity(spoke_at=100.0)
-    Watchdog(10.0, 60.0).on_event(activity, event, 111.0)
-    assert activity.spoke_at == (111.0 if counts else 100.0)
-
-
-@pytest.mark.parametrize(("announced_s", "until"), [(30.0, 130.0), (3_600.0, 3_700.0), (1e9, 3_700.0)])
-def test_announced_silence_is_excused_for_an_hour_at_most(announced_s: float, until: float) -> None:
-    activity = Activity()
-    Watchdog(10.0, 60.0).on_event(activity, finishing(announced_s), 100.0)
-    assert activity.excused_until == until
-    scene = Scene()
-    scene.enter()
-    scene.report(0, 1)
-    scene.now = 100.0
-    scene.heard(0, finishing(announced_s))
-    scene.now = until + 9.9
-    scene.report(1)
-    assert scene.late() == ()
-    scene.now = until + 10.1
-    assert scene.late() == (0,)
 
 
 # hang_timeout_s: auto
@@ -524,9 +436,3 @@ def test_rank_at_work_has_an_hour_and_one_that_rests_has_the_limit() -> None:
     assert not scene.works(1)
     scene.now += 41.0
     assert not scene.works(0)
-
-
-def test_a_number_is_the_limit_whatever_the_run_does() -> None:
-    scene = entered(300.0)
-    steps(scene, 300, 0.2)
-    assert limit_s(scene) == 300.0

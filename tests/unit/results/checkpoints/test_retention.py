@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from ddptrain.errors import UsageError
 from ddptrain.protocol.tensor_slices import saved_model, slice_metadata
 from ddptrain.results.checkpoints.consolidation import consolidate
 from ddptrain.results.checkpoints.run_checkpoints import (
@@ -57,10 +56,6 @@ def test_best_checkpoint_is_finite_if_there_is_one() -> None:
     for saved, best in (([broken, good], good), ([broken], broken)):
         found = best_checkpoint(saved, CheckpointPolicy())
         assert found is not None and found.step == best.step
-
-
-def test_no_checkpoint_is_the_best_without_a_metric() -> None:
-    assert best_checkpoint([Saved(1, {"val/loss": 0.1})], CheckpointPolicy(metric=None)) is None
 
 
 @pytest.mark.parametrize(
@@ -161,12 +156,3 @@ def test_damaged_checkpoint_is_named_and_nothing_is_written(checkpoint: Path, tm
     with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.rank-1\.safetensors"):
         consolidate(checkpoint, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
-
-
-def test_folder_that_exists_is_not_touched(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UsageError, match="exists: choose a new folder"):
-        consolidate(checkpoint, tmp_path / "out")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="can't write the checkpoint to"):
-        consolidate(checkpoint, tmp_path / "file" / "out")

@@ -63,20 +63,6 @@ def test_the_newest_and_the_best_stay_and_older_ones_go(writer: RunWriter, stage
     assert writer.record.best is not None and writer.record.best.value == 1.0
 
 
-def test_the_highest_is_best_where_the_policy_says_so(writer: RunWriter, stage: Stage) -> None:
-    for step, loss in ((1, 3.0), (2, 4.0), (3, 2.0)):
-        save(writer, stage, step, loss, CheckpointPolicy(keep=1, mode="max"))
-    assert pointer(writer, "best") == "step-2\n"
-    assert names(writer) == {"step-2", "step-3", "latest", "best"}
-
-
-@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
-def test_without_a_finite_metric_there_is_no_best(writer: RunWriter, stage: Stage, loss: float | None) -> None:
-    save(writer, stage, 1, loss)
-    assert names(writer) == {"step-1", "latest"}
-    assert writer.record.best is None
-
-
 def test_a_step_saved_twice_is_replaced_and_judged_anew(writer: RunWriter, stage: Stage) -> None:
     save(writer, stage, 1, 2.0)
     save(writer, stage, 2, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -18,10 +17,8 @@ from ddptrain.results.checkpoints.verification import (
     read_manifest,
     verify,
 )
-from ddptrain.results.errors import CheckpointDamaged, ResultsError
-from ddptrain.results.layout import checkpoint_folders
+from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.run_writer import RunWriter
-from tests.support import fake_time
 from tests.unit.results.conftest import Stage
 
 
@@ -32,13 +29,6 @@ def saved(writer: RunWriter, stage: Stage) -> Callable[[int], Path]:
         return writer.adopt_checkpoint(0, event, source, CheckpointPolicy(keep=9))
 
     return save
-
-
-def test_checkpoint_is_verified_with_what_its_manifest_says(saved: Callable[[int], Path]) -> None:
-    folder = saved(5)
-    found = verify(folder)
-    assert (found.step, found.folder) == (5, folder)
-    assert {"checkpoint.json"} < set(found.files) and found == read_manifest(folder)
 
 
 def change_byte(folder: Path) -> None:
@@ -113,14 +103,6 @@ def test_damaged_newest_one_gives_way_to_the_one_before(
         verify(writer.layout.checkpoints_dir / "step-2")
 
 
-def test_newest_is_the_highest_step_not_the_last_name(writer: RunWriter, saved: Callable[[int], Path]) -> None:
-    for step in (9, 10, 8):
-        saved(step)
-    found = newest_verified(writer.layout, pytest.fail)
-    assert found is not None and found.step == 10
-    assert [folder.name for folder in checkpoint_folders(writer.layout)] == ["step-10", "step-9", "step-8"]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -142,10 +124,6 @@ def test_manifest_with_a_field_of_another_type_is_none(changes: dict[str, object
     assert parse_manifest(json.dumps({**manifest, **changes}).encode()) is None
 
 
-def test_run_without_checkpoints_has_none_to_go_on_from(writer: RunWriter) -> None:
-    assert newest_verified(writer.layout, pytest.fail) is None
-
-
 def test_reopened_run_counts_its_checkpoints_up_to_the_one_it_goes_on_from(
     writer: RunWriter, saved: Callable[[int], Path]
 ) -> None:
@@ -160,23 +138,3 @@ def test_reopened_run_counts_its_checkpoints_up_to_the_one_it_goes_on_from(
         assert (again.layout.checkpoints_dir / "latest").read_text() == "step-2\n"
         assert (again.layout.checkpoints_dir / "step-3").exists()  # until one of its step takes its place
         again.finish(again.record.status, 0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_file_system_that_fails_for_a_minute_is_an_error_and_no_older_checkpoint_is_taken(
-    saved: Callable[[int], Path], writer: RunWriter, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    saved(1)
-    saved(2)
-    slept: list[float] = []
-    warnings: list[str] = []
-
-    def fail(*args: object, **options: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(hashlib, "file_digest", fail)
-    fake_time.replace(monkeypatch, "sleep", slept.append)
-    with pytest.raises(ResultsError, match=f"step-2/.*{os.strerror(code)}") as raised:
-        newest_verified(writer.layout, warnings.append)
-    assert not isinstance(raised.value, CheckpointDamaged) and raised.value.exit_code == 4
-    assert sum(slept) == 60 and len(warnings) == len(slept)

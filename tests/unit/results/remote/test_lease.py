@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import pytest
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.storage.store import Limits, NoConditionalWrites, StoreError, Versioned, WriteConflict
-from tests.unit.results.stores import watched_store
 
 OTHER = Claim("elsewhere", 7, 0.0, "token", 0.0, machine="elsewhere")
 
@@ -76,22 +74,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_lease_keeps_other_drivers_out_until_it_is_released() -> None:
-    store, _ = watched_store()
-    first, second = StoreLock(store), StoreLock(store)
-    assert first.take() is None
-    first.assure()
-    with pytest.raises(RunLocked, match=f"is held by process {os.getpid()} on .*, last heartbeat 0 s"):
-        second.take()
-    first.release()
-    before = second.take()
-    assert before is not None and before.released and before.token == first.claim.token
-    with pytest.raises(RunLocked, match=r"this process does not hold run memory://store any more$"):
-        first.assure()
-    second.release(forget=True)
-    assert store.read(LOCK) is None
-
-
 def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store(store: Any) -> None:
     store.put(OTHER, written_s=5000.0 - 175.0)
     with pytest.raises(RunLocked, match="is held by process 7 on elsewhere, last heartbeat 175 s ago; ") as refused:
@@ -100,14 +82,6 @@ def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store
     store.put(OTHER, written_s=5000.0 - 181.0)
     lock = StoreLock(store)
     assert lock.take() == OTHER and store.claim.token == lock.claim.token
-
-
-@pytest.mark.parametrize(("age_s", "is_held"), [(0.0, True), (180.0, True), (180.5, False), (-181.0, False)])
-def test_claim_is_held_for_three_minutes(age_s: float, is_held: bool) -> None:
-    assert OTHER.is_held(age_s) is is_held
-    assert dataclasses.replace(OTHER, machine="").is_held(age_s) is is_held
-    assert not dataclasses.replace(OTHER, released=True).is_held(age_s)
-    assert dataclasses.replace(OTHER, time_s=time.time()).is_held() and not OTHER.is_held()
 
 
 def test_driver_of_this_host_is_known_to_be_dead_at_once(store: Any) -> None:

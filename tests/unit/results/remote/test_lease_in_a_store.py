@@ -128,10 +128,9 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     (root / "notes").write_text("first")
     (root / "run.json").write_text("{}")
     uploads = Uploader(replace(store, guard=owner.assure), root)
-    uploads.listen(lambda text: None, lost.append)
     owner.keep(uploads.lose)
     with closing(uploads):
-        uploads.begin()
+        uploads.begin(lambda text: None, lost.append)
         assert uploads.flush(PATIENCE_S) == ""
         assert store.read("notes") == b"first"
         # Meanwhile, by the store's clock, the lease has ended, and another driver has taken the run.

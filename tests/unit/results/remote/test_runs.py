@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from obstore.exceptions import PermissionDeniedError
 
-from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.annotations import Annotations, read_annotations
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import LocalRuns, NeededFiles, StoreRuns, fetch_config, open_runs_dir, split_run
+from ddptrain.results.runs import NeededFiles, StoreRuns, fetch_config, split_run
 from ddptrain.results.show.log_follower import follow_logs
 from ddptrain.storage.object_store import ObjectStore
-from ddptrain.storage.store import StoreError, StoreForbidden
 from tests.unit.results.stores import WatchedStore, serve_folder, watched_store
 
 
@@ -106,23 +104,6 @@ def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns
     assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "new\nnew\n"
 
 
-def test_report_needs_what_a_page_shows_and_no_large_files(runs: StoreRuns) -> None:
-    run = put_run(runs, "a-1")
-    for path in ("metrics.jsonl", "events.jsonl", "config.yaml", "artifacts/images/x/a.png", "artifacts/t/rank-0.csv"):
-        run.write(path, b"x\n")
-    root = runs.find("a-1", NeededFiles.REPORT).layout.root
-    found = {path.relative_to(root).as_posix() for path in root.rglob("*.*") if path.is_file()}
-    wanted = {"metrics.jsonl", "events.jsonl", "config.yaml", "logs/rank-0.log", "artifacts/images/x/a.png"}
-    assert wanted | {"artifacts/t/rank-0.csv", "artifacts/names.json"} <= found
-    assert "artifacts/large.bin" not in found
-
-
-def test_unknown_run_is_told_with_the_address(runs: StoreRuns) -> None:
-    put_run(runs, "a-1")
-    with pytest.raises(RunNotFound, match=rf'^no run "b" in {runs.store.url}; there are: a-1$'):
-        runs.find("b")
-
-
 def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddptrain.results.runs._FOLLOW_EVERY_S", 0.0)
     run = put_run(runs, "a-1", status="running")
@@ -164,25 +145,6 @@ def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
         pass
 
 
-def test_store_that_takes_nothing_is_told_before_anything_is_made(runs: StoreRuns, fs: WatchedStore) -> None:
-    fs.fails = lambda path: PermissionDeniedError("Forbidden")
-    with (
-        pytest.raises(StoreForbidden, match=r"Forbidden\): check the credentials"),
-        runs.keeping("a-1", resumed=False),
-    ):
-        pass
-    fs.fails = lambda path: OSError("away")
-    with pytest.raises(StoreError, match="away"), runs.keeping("a-1", resumed=False):
-        pass
-    assert not (runs.work / "a-1").exists()
-
-
-def test_run_that_another_driver_is_at_is_refused(runs: StoreRuns) -> None:
-    hold(put_run(runs, "a-1", status="running"))
-    with pytest.raises(RunLocked), runs.keeping("a-1", resumed=True):
-        pass
-
-
 def test_run_that_was_never_begun_leaves_nothing(runs: StoreRuns) -> None:
     with runs.keeping("a-1", resumed=False):
         assert list(runs.store.files()) == [f"a-1/{LOCK}"]
@@ -194,7 +156,7 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
 ) -> None:
     with runs.keeping("a-1", resumed=False) as keeping:
         with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
-            keeping.begin()
+            keeping.begin(lambda text: None, lambda error: None)
             assert keeping.flush(60) == ""
             token = json.loads(runs.store.read(f"a-1/{LOCK}") or b"")["token"]
             assert runs.folder.stat().st_mode & 0o777 == 0o700
@@ -215,15 +177,11 @@ def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoreRuns) 
     (stale / "mine").write_text("not lost")
     said: list[str] = []
     with runs.keeping("a-1", resumed=True) as keeping:
-        keeping.listen(said.append, lambda error: None)
+        keeping.begin(said.append, lambda error: None)
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
     (aside,) = runs.work.glob("a-1.before-*")
     assert (aside / "mine").read_text() == "not lost"
     assert said == [f"{runs.store.url}/a-1 was continued by another host; the copy of this host is kept in {aside}"]
-
-
-def test_place_without_a_scheme_is_a_folder() -> None:
-    assert open_runs_dir("some/runs") == LocalRuns(Path("some/runs"))
 
 
 def test_run_may_be_given_by_its_address() -> None:
@@ -232,16 +190,6 @@ def test_run_may_be_given_by_its_address() -> None:
     for text in ("s3://", "s3://bucket"):
         with pytest.raises(RunNotFound, match="is not a run's address"):
             split_run(text, "runs")
-
-
-def test_exact_run_comes_with_the_files_that_are_needed_and_leaves_other_copies(runs: StoreRuns) -> None:
-    put_run(runs, "a-1")
-    put_run(runs, "a-10")
-    runs.find("a-10")
-    view = runs.find_exact("a-1", NeededFiles.LOGS)
-    assert view is not None and view.run_id == "a-1" and files_of(view.layout.root) >= {"logs/rank-0.log"}
-    assert (runs.copies / "a-10" / "run.json").exists()
-    assert runs.find_exact("a", NeededFiles.LOGS) is None
 
 
 def test_run_to_resume_is_chosen_among_copies_that_have_its_configuration(runs: StoreRuns) -> None:
@@ -283,14 +231,6 @@ def test_configuration_file_is_copied_into_a_folder_of_its_own_url(
             fetch_config(missing)
 
 
-def test_tags_and_note_are_changed_in_the_store_and_in_the_copy(runs: StoreRuns) -> None:
-    put_run(runs, "a-1")
-    assert runs.annotate("a-1", lambda before: before.with_tags(["good"])).tags == ("good",)
-    assert runs.annotate("a-1", lambda before: dataclasses.replace(before, note="why")) == Annotations(("good",), "why")
-    assert Annotations.parse(runs.store.read("a-1/annotations.json")) == Annotations(("good",), "why")
-    assert runs.find("a-1").annotations == Annotations(("good",), "why")
-
-
 def test_run_of_this_machine_is_annotated_in_its_folder(runs: StoreRuns, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
@@ -307,19 +247,3 @@ def test_annotations_of_a_copy_follow_those_of_the_store(runs: StoreRuns) -> Non
     assert runs.find("a-1").annotations.tags == ("v1",)
     run.remove("annotations.json")
     assert runs.find("a-1").annotations == Annotations()
-
-
-def test_listed_runs_have_copies_of_what_is_needed(runs: StoreRuns) -> None:
-    for run_id in ("a-1", "b-2"):
-        put_run(runs, run_id).write("metrics.jsonl", b"{}\n")
-    runs.list()
-    assert not list(runs.copies.glob("*/metrics.jsonl"))
-    assert sorted(view.run_id for view in runs.list(NeededFiles.METRICS)) == ["a-1", "b-2"]
-    assert len(list(runs.copies.glob("*/metrics.jsonl"))) == 2
-
-
-def test_lock_of_a_resumed_run_that_does_not_begin_is_released(runs: StoreRuns) -> None:
-    put_run(runs, "a-1", status="failed")
-    with runs.keeping("a-1", resumed=True):
-        pass
-    assert runs.store.read(f"a-1/{LOCK}") is not None, "a lock of a resumed run is released, not deleted"

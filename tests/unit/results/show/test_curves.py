@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
-from ddptrain.results.show.curves import Plot, plot_data, plot_of, whole_plot
-from ddptrain.results.show.plot import ChartLine, Style, draw_chart, save_picture
+from ddptrain.results.run_record import AttemptRecord, RunRecord
+from ddptrain.results.show.curves import plot_data, plot_of, whole_plot
+from ddptrain.results.show.plot import ChartLine, Style, draw_chart
 
 # --- curves ---
 
@@ -162,44 +162,3 @@ def test_any_numbers_make_a_chart_that_fits(
     line = ChartLine("a", [x for x, _ in points], [y for _, y in points])
     text = draw_chart("t", "x", [line], Style(width, height, unicode))
     assert all(len(row) <= max(40, width) for row in text.split("\n"))
-
-
-# --- plot ---
-
-
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture
-def plot(tmp_path: Path) -> Plot:
-    layout = RunLayout(tmp_path)
-    lines = [
-        {
-            "time_s": 0,
-            "rank": rank,
-            "step": step,
-            "train/loss": 3 / step + rank,
-            "val/$x$_loss": None if step == 2 else step,
-        }
-        for step in (1, 2, 3)
-        for rank in (0, 1)
-    ]
-    layout.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return plot_of(RunView(layout, RunRecord(run_id="a_$run", status="failed")))
-
-
-def test_a_picture_is_written_whole(plot: Plot, tmp_path: Path) -> None:
-    out = tmp_path / "plot.png"
-    save_picture(plot, out, BestRecord("train/loss", "min", 1.0, 3))
-    assert out.read_bytes().startswith(PNG)
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
-
-
-def test_the_ending_decides_the_format(plot: Plot, tmp_path: Path) -> None:
-    save_picture(plot, tmp_path / "a.svg")
-    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert "<svg" in drawn and "<!-- a_$run  ·  failed -->" in drawn  # each text is a comment, too
-    save_picture(plot, tmp_path / "a")
-    assert (tmp_path / "a").read_bytes().startswith(PNG)
-    with pytest.raises(UsageError, match=r"cannot draw a \.docx file"):
-        save_picture(plot, tmp_path / "a.docx")

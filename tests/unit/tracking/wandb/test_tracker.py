@@ -16,9 +16,9 @@ from ddptrain.config.sections.tracking import WandbSettings
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb import wandb_run
-from ddptrain.tracking.wandb.tracker import RankRun, WandbTracker, WentOffline
+from ddptrain.tracking.wandb.tracker import WandbTracker, WentOffline
 from ddptrain.tracking.wandb.wandb_folders import parts_below
-from ddptrain.tracking.wandb.wandb_run import RunOptions, settings_for
+from ddptrain.tracking.wandb.wandb_run import RankRun
 from tests.servers.wandb_training import OfflineRun
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}
@@ -148,13 +148,8 @@ def plan(tmp_path: Path, rank: int, environ: Mapping[str, str] | None = None, **
     return RankRun(chosen, facts, environ or {})
 
 
-def settings_of(plan: RankRun, mode: str, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    chosen: RunOptions = plan.run_options(mode)
-    return {**settings_for(chosen, environ or {}), "config": chosen.config}
-
-
 def test_each_process_has_a_run_of_its_own_in_one_group(tmp_path: Path) -> None:
-    first, second = (settings_of(plan(tmp_path, rank, mode="process"), "online") for rank in range(2))
+    first, second = (plan(tmp_path, rank, mode="process").settings("online") for rank in range(2))
     assert (first["run_id"], second["run_id"]) == ("w1", "w1-1")
     assert (first["run_name"], second["run_name"]) == ("rank_0", "rank_1")
     assert first["run_group"] == second["run_group"] == "petnames-1"
@@ -163,26 +158,25 @@ def test_each_process_has_a_run_of_its_own_in_one_group(tmp_path: Path) -> None:
 
 
 def test_shared_run_is_named_and_finished_by_rank_0_alone(tmp_path: Path) -> None:
-    first, second = (settings_of(plan(tmp_path, rank, mode="shared"), "shared") for rank in range(2))
+    first, second = (plan(tmp_path, rank, mode="shared").settings("shared") for rank in range(2))
     assert first["run_id"] == second["run_id"] == "w1"
     assert (first["x_primary"], second["x_primary"]) == (True, False)
     assert (first["x_label"], second["x_label"]) == ("rank_0", "rank_1")
     assert "x_update_finish_state" not in first
     assert second["x_update_finish_state"] is False
-    assert second["config"] is None
     assert "run_name" not in second
 
 
 def test_shared_run_that_is_offline_is_a_run_a_rank(tmp_path: Path) -> None:
     made = plan(tmp_path, 1, mode="shared")
     made.mode = "process"
-    settings = settings_of(made, "offline")
+    settings = made.settings("offline")
     assert (settings["run_id"], settings["run_name"], settings["run_group"]) == ("w1-1", "rank_1", "petnames-1")
 
 
 def test_variables_of_wandb_win(tmp_path: Path) -> None:
     environ = {"WANDB_RUN_ID": "mine", "WANDB_NAME": "named", "WANDB_PROJECT": "p", "WANDB__DISABLE_STATS": "true"}
-    settings = settings_of(plan(tmp_path, 1, environ, mode="process", project="other"), "online", environ)
+    settings = plan(tmp_path, 1, environ, mode="process", project="other").settings("online")
     assert (settings["run_id"], settings["run_name"]) == ("mine-1", "named-rank_1")
     assert not {"project", "x_disable_stats"} & settings.keys()  # wandb takes them from the environment
 

@@ -11,8 +11,8 @@ import typer
 from ddptrain.cli import complete
 from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
-from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.model_registry.reference import ModelReference, check_model_name, is_model_reference, parse_reference
+from ddptrain.errors import UsageError
+from ddptrain.model_registry.reference import ModelReference, check_model_name, parse_reference
 from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.registry import ModelRegistry
 
-app = typer.Typer(name="models", help="Versions of trained models: list, promote, roll back.", no_args_is_help=False)
+app = typer.Typer(help="Versions of trained models: list, promote, roll back.", no_args_is_help=False)
 
 _NO_METRICS = "-"
 
@@ -41,14 +41,6 @@ Reference = Annotated[
         help="A version of a model; without @ its champion.",
     ),
 ]
-RunOrModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN|MODEL",
-        autocompletion=complete.runs_or_models,
-        help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
-    ),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -60,7 +52,11 @@ def models(ctx: typer.Context, json: JsonOption = False) -> None:
 
 @app.command("list")
 def list_(json: JsonOption = False) -> None:
-    """List the models with their champions."""
+    """List the models with their champions.
+
+    Examples:
+        ddptrain models list
+    """
     registry = _registry()
     table = [("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")]
     data: list[dict[str, Any]] = []
@@ -84,7 +80,13 @@ def show(
     history: Annotated[bool, typer.Option("--history", help="Show every change of the model, oldest first.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show a version, or with a model's name alone all versions of it."""
+    """Show a version, or with a model's name alone all versions of it.
+
+    Examples:
+        ddptrain models show petnames
+        ddptrain models show petnames --history
+        ddptrain models show petnames@champion
+    """
     registry = _registry()
     reference = parse_reference(model)
     if history:
@@ -145,7 +147,12 @@ def promote(
     reason: Reason = "",
     json: JsonOption = False,
 ) -> None:
-    """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`."""
+    """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`.
+
+    Examples:
+        ddptrain models promote petnames 3
+        ddptrain models promote petnames latest
+    """
     check_model_name(model)
     registry = _registry()
     if version.isdecimal():
@@ -167,7 +174,11 @@ def rollback(
     reason: Reason = "",
     json: JsonOption = False,
 ) -> None:
-    """Make the previous champion the champion again, after a check of all its files; again: the one before it."""
+    """Make the previous champion the champion again, after a check of all its files; again: the one before it.
+
+    Examples:
+        ddptrain models rollback petnames --reason "wrong labels"
+    """
     registry = _registry()
     change = registry.rollback(model, reason)
     _report(registry, model, change, "", as_json=json)
@@ -188,7 +199,11 @@ def alias(
     reason: Reason = "",
     json: JsonOption = False,
 ) -> None:
-    """Point an alias of your own to a version, or remove it."""
+    """Point an alias of your own to a version, or remove it.
+
+    Examples:
+        ddptrain models alias petnames@candidate 4
+    """
     if (version is None) != delete:
         raise UsageError("give a version, or --delete")
     reference = parse_reference(name)
@@ -207,7 +222,11 @@ def remove(
     reason: Reason = "",
     json: JsonOption = False,
 ) -> None:
-    """Delete a version that has no alias."""
+    """Delete a version that has no alias.
+
+    Examples:
+        ddptrain models rm petnames 2
+    """
     registry = _registry()
     _report(registry, model, registry.remove(model, version, reason), "", as_json=json)
 
@@ -221,6 +240,9 @@ def export(
     """Write the weights of a version into a new folder.
 
     They work without ddptrain. All files of the version are compared with their hashes.
+
+    Examples:
+        ddptrain models export petnames@champion exported
     """
     from ddptrain.model_registry.model_reader import open_version
 
@@ -236,49 +258,6 @@ def export(
     data = {**source, "folder": str(target), "files": files}
     text = f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"
     print_result(data, [text], as_json=json)
-
-
-def open_trained(source: str, workload: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a run, or of a verified version of a model, and what names it in JSON output.
-
-    source: RUN, MODEL@ALIAS, or if there is no such run MODEL. workload: `latest` is then the newest run of this
-    workload that has a checkpoint; a line on stderr names it if it is not the newest of all. Raises DdptrainError.
-    """
-    from ddptrain.results.layout import LATEST
-
-    try:
-        return _open_run_or_version(source, workload)
-    except RunNotFound as error:
-        if is_model_reference(source) or "/" in source or source == LATEST:
-            raise
-        try:
-            return _open_run_or_version(f"{source}@champion", workload)
-        except UsageError:
-            raise RunNotFound(f"{error}; there is no model of that name either") from None
-
-
-def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[str, Any]]:
-    if is_model_reference(source):
-        from ddptrain.model_registry.model_reader import open_version
-        from ddptrain.model_registry.registry import ModelRegistry
-
-        registry = ModelRegistry.open(PLACES.models)
-        record = registry.resolve(parse_reference(source))
-        about = {"run_id": record.run_id, "model": record.model, "version": record.version}
-        return open_version(registry, record), about
-    from ddptrain.results.layout import LATEST
-    from ddptrain.results.lookup import newest_trained
-    from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
-
-    place, name = split_run(source, PLACES.runs)
-    runs = open_runs_dir(place)
-    if name == LATEST and workload is not None and (views := runs.list()):
-        chosen = newest_trained(views, workload)
-        name = chosen.run_id
-        if chosen is not views[0]:
-            say(f"using run {name}: the newest of {workload} with a checkpoint")
-    folder = runs.find(name, NeededFiles.MODEL).layout.root
-    return folder, {"run_id": folder.name}
 
 
 def _registry() -> ModelRegistry:

@@ -1,4 +1,4 @@
-"""`ddptrain stop RUN`: ends a run that another shell or host started."""
+"""`ddptrain watch RUN` and `ddptrain stop RUN`: a run that another shell or host has started."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli import complete
-from ddptrain.cli.options import PLACES, JsonOption
+from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_result, say
 from ddptrain.text_tables import clean_line
 
@@ -15,28 +14,52 @@ if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
 
 
+def watch(
+    run: opt.Run,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Earlier lines to show of each rank.")] = 10,
+    all_ranks: opt.AllRanksOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+) -> int:
+    """Show a run or a sweep that another shell started, as train and sweep show it, until it has ended.
+
+    The exit code is that of the run; 4 if its driver was killed. Ctrl-C ends only the watching, with exit code 130:
+    the run goes on. Of a run that has ended it shows the end.
+
+    Examples:
+        ddptrain watch latest
+        ddptrain watch s3://bucket/runs/petnames-20250101-120000-ab12
+    """
+    from ddptrain.driver.watch import WatchOptions
+    from ddptrain.driver.watch import watch as show
+    from ddptrain.results.sweep_record import find_sweep
+
+    if (sweep := find_sweep(opt.PLACES.runs, run)) is not None:
+        from ddptrain.sweep.watch import watch_sweep
+
+        return watch_sweep(sweep, output.value)
+    runs, name = opt.place_of(run)
+    return show(runs, runs.find(name), WatchOptions(output.value, lines, all_ranks))
+
+
 def stop(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            autocompletion=complete.runs,
-            help="A run's id, the start of one, latest, a directory, a URL, or a sweep.",
-        ),
-    ],
+    run: opt.Run,
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
-    as_json: JsonOption = False,
+    as_json: opt.JsonOption = False,
 ) -> None:
     """End a run: its ranks finish their step and save, so that --resume can go on; wait until it has ended.
 
     It works in any shell, and on any host, that sees the run's directory; a run in an object store is stopped
-    on its driver's host.
+    on its driver's host. RUN may be a sweep.
+
+    Examples:
+        ddptrain stop latest
+        ddptrain stop latest --now
     """
     from ddptrain.driver.control.stop import find_target, is_active, stop_run
 
-    target = find_target(PLACES.runs, run)
+    target = find_target(opt.PLACES.runs, run)
     was_active = is_active(target.look())
-    ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
+    ended = stop_run(target, now=now, by=_who(), tell=say)
     fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}
     print_result(fields, [clean_line(_words(ended, was_active=was_active))], as_json=as_json, indent=None)
 

@@ -1,1 +1,0 @@
-"""Commands of `ddptrain results` that select, mark, compare and export runs."""

@@ -1,1 +1,0 @@
-"""Commands for unattended use: retrain, schedule, notify, results prune."""
