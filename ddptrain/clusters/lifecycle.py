@@ -19,7 +19,7 @@ from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.signals import deferred
 from ddptrain.clusters.status import State, View
-from ddptrain.config import plugin_names
+from ddptrain.config.sections.clusters import provider_class
 from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 from ddptrain.log import Log
@@ -303,4 +303,4 @@ def _forget(cluster: ClusterRecord) -> str:
 
 
 def _backend(name: str) -> Backend:
-    return cast(Backend, plugin_names.provider_class(name)())
+    return cast(Backend, provider_class(name)())

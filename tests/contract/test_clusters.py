@@ -95,7 +95,7 @@ def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find(
 
 def test_removed_settings_and_commands_name_what_replaces_them(project: Project) -> None:
     for line, words in (
-        ("saturn: {workers: 2}", "cluster.kwargs"),
+        ("saturn: {workers: 2}", "cluster.class: dask_saturn.SaturnCluster"),
         ("slurm: {mem: 64G}", "cluster.slurm.directives"),
         ("kubernetes: {image: x, tolerations: []}", "cluster.kubernetes.pod"),
     ):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from importlib import import_module
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain.config import plugin_names
+from ddptrain.config.plugin_names import Registry
 from ddptrain.config.types import (
     MOST_RANKS,
     NAME_PATTERN,
@@ -20,6 +21,20 @@ from ddptrain.config.types import (
     wrong_field,
 )
 from ddptrain.config.wording import describe_value, did_you_mean
+from ddptrain.errors import UsageError
+
+# The class that starts a backend's clusters; "" if the cluster already runs.
+BACKENDS = Registry(
+    {
+        "local": "ddptrain.clusters.backends.local:LocalBackend",
+        "address": "",
+        "ssh": "ddptrain.clusters.backends.ssh:SshBackend",
+        "slurm": "ddptrain.clusters.backends.slurm:SlurmBackend",
+        "kubernetes": "ddptrain.clusters.backends.kubernetes:KubernetesBackend",
+        "class": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
+    },
+    "ddptrain.clusters",
+)
 
 
 def _no_option(host: str) -> str:
@@ -92,12 +107,11 @@ class KubernetesSettings(Strict):
 
 
 def _known_backend(name: str) -> str:
-    if name in plugin_names.BACKENDS.built_in or name in (known := plugin_names.BACKENDS.names()):
+    if name in BACKENDS.built_in or name in (known := BACKENDS.names()):
         return name
     raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
 
-_CLASSES = {"saturn": "dask_saturn.SaturnCluster"}  # backend -> the class for which it stands
 _REQUIRED = {"ssh": "hosts", "kubernetes": "image"}  # backend -> the field without which its section is of no use
 _SET = {
     "ssh": "write cluster.ssh.hosts, or --host NAME",
@@ -133,8 +147,8 @@ class ClusterConfig(Strict):
     )
     backend: Annotated[str, AfterValidator(_known_backend)] = Field(
         default="local",
-        description="Where workers come from: local, address, ssh, slurm, saturn, kubernetes, class, or another name.",
-        json_schema_extra={"examples": [*plugin_names.BACKENDS.built_in]},
+        description="Where workers come from: local, address, ssh, slurm, kubernetes, class, or another name.",
+        json_schema_extra={"examples": [*BACKENDS.built_in]},
     )
     address: SchedulerAddress | None = Field(
         default=None,
@@ -164,8 +178,7 @@ class ClusterConfig(Strict):
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="For backends class and saturn: the arguments of the class; for a backend of another package its "
-        "settings.",
+        description="For backend class: the arguments of the class; for a backend of another package its settings.",
     )
 
     @property
@@ -177,8 +190,8 @@ class ClusterConfig(Strict):
 
     @property
     def class_name(self) -> str:
-        """The class of backends class and saturn, as package.Cluster; "" for other backends."""
-        return _CLASSES.get(self.backend, self.class_ or "")
+        """The class of backend class, as package.Cluster; "" for other backends."""
+        return self.class_ or ""
 
     @property
     def is_attached(self) -> bool:
@@ -230,7 +243,7 @@ class ClusterConfig(Strict):
             raise _misplaced("class", self.backend, "class")
         if self.backend == "class" and self.class_ is None:
             raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
-        if self.kwargs and self.backend in plugin_names.BACKENDS.built_in and self.backend not in ("class", *_CLASSES):
+        if self.kwargs and self.backend in BACKENDS.built_in and self.backend != "class":
             raise _misplaced("kwargs", self.backend, "class")
         return self
 
@@ -252,3 +265,15 @@ class ClusterFile(Strict):
     """A file with only a `cluster` section."""
 
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")
+
+
+def provider_class(name: str) -> type[Any]:
+    """Import a backend's class (see clusters/provider.py). Raises UsageError if it has none, or it can't be used."""
+    target = BACKENDS.target(name)
+    if not target:
+        raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
+    module, _, attribute = target.partition(":")
+    try:
+        return cast("type[Any]", getattr(import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"cluster.backend {name} ({target}) can't be used: {error}") from error

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ddptrain.config import plugin_names
 from ddptrain.config.json_schema import config_schema
-from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import BACKENDS, ClusterConfig, provider_class
 from ddptrain.errors import ConfigError, UsageError
 from tests.docs.reference import TARGET, configuration_page
 
@@ -79,15 +79,15 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
 # --- cluster backends ---
 
 
-@pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.built_in.items() if target])
+@pytest.mark.parametrize("backend", [name for name, target in BACKENDS.built_in.items() if target])
 def test_class_of_every_backend_is_found(backend: str) -> None:
-    made = plugin_names.provider_class(backend)()
-    assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop", "reopen"))
+    made = provider_class(backend)()
+    assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop"))
 
 
 def test_backend_that_starts_nothing_says_so() -> None:
     with pytest.raises(UsageError, match="address uses a cluster that is up"):
-        plugin_names.provider_class("address")
+        provider_class("address")
 
 
 def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
@@ -95,16 +95,16 @@ def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
 ) -> None:
     def entry_points(**wanted: Any) -> EntryPoints:
         points = [
-            EntryPoint("mine", "collections:OrderedDict", plugin_names.BACKENDS.group),
-            EntryPoint("broken", "not_there.at_all:Provider", plugin_names.BACKENDS.group),
+            EntryPoint("mine", "collections:OrderedDict", BACKENDS.group),
+            EntryPoint("broken", "not_there.at_all:Provider", BACKENDS.group),
         ]
         return EntryPoints(points).select(**wanted)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    assert plugin_names.provider_class("mine") is OrderedDict
+    assert provider_class("mine") is OrderedDict
     assert ClusterConfig(backend="mine", kwargs={"size": 3}).kwargs == {"size": 3}
     with pytest.raises(UsageError, match=r"cluster\.backend broken .* can't be used: No module named 'not_there'"):
-        plugin_names.provider_class("broken")
+        provider_class("broken")
     with pytest.raises(ValidationError, match="there is no such cluster backend"):
         ClusterConfig(backend="min")
 
