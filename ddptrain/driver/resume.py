@@ -13,9 +13,10 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.protocol.rank_spec import PARAM, same_model
 from ddptrain.results import ownership
-from ddptrain.results.layout import RunLayout, where_of
-from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import DriverRecord, RunStatus, root_cause
+from ddptrain.results.runs import NeededFiles, RunsDir
 from ddptrain.results.secure_files import is_own_folder, read_bytes
 from ddptrain.results.tracker_records import run_argument
 
@@ -37,7 +38,7 @@ class Choice:
 
 
 def choose(
-    runs_dir: Path, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
+    runs: RunsDir, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
 ) -> Choice:
     """Choose the run to continue.
 
@@ -51,16 +52,15 @@ def choose(
         RunLocked: `auto` found a run that is running, or may be running on another host.
     """
     if which != AUTO:
-        return _continue_named(load_run(find_run(runs_dir, which)), resolved, allow_changes=allow_changes)
+        return _continue_named(runs.find(which, NeededFiles.CONFIG), resolved, allow_changes=allow_changes)
     if run_id is None:
-        return _continue_newest(runs_dir, resolved, allow_changes=allow_changes)
-    layout = RunLayout(runs_dir / run_id)
-    if not layout.run_json.is_file():
+        return _continue_newest(runs, resolved, allow_changes=allow_changes)
+    view = runs.find_exact(run_id, NeededFiles.CONFIG)
+    if view is None:
         return Choice(None, "starting a new run: no earlier run has this id")
-    view = load_run(layout.root)
     _require_owned(view)
     _require_ended(view)
-    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(layout, resolved))):
+    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(view.layout, resolved))):
         return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
     return _continue_named(view, resolved, allow_changes=allow_changes)
 
@@ -85,16 +85,17 @@ def _continue(view: RunView, changes: Sequence[str]) -> Choice:
     return Choice(view.layout.root, reason, view.record.driver)
 
 
-def _continue_newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+def _continue_newest(runs: RunsDir, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """Continue the newest run of this name, if it can be continued."""
     name = resolved.config.name
-    named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
+    named = [view for view in runs.list() if view.record.name == name and not view.problem]
     ours = [view for view in named if is_own_folder(view.layout.root)]
     for view in [*ours[:1], *(each for each in ours[1:] if each.is_running)]:
         _require_ended(view)
     if not ours:
-        return Choice(None, f"starting a new run: there is no run named {name} to resume in {where_of(runs_dir)}")
-    view, changes = ours[0], list(_changes(ours[0].layout, resolved))
+        return Choice(None, f"starting a new run: there is no run named {name} to resume in {runs.where}")
+    view = runs.find_exact(ours[0].layout.root.name, NeededFiles.CONFIG) or ours[0]
+    changes = list(_changes(view.layout, resolved))
     if changes and allow_changes:
         return _continue(view, changes)
     if view.status == RunStatus.SUCCEEDED:
