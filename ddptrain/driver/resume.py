@@ -13,9 +13,10 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.protocol.rank_spec import PARAM, same_model
 from ddptrain.results import ownership
-from ddptrain.results.layout import RunLayout, where_of
-from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import DriverRecord, RunStatus, root_cause
+from ddptrain.results.runs import NeededFiles, RunsDir
 from ddptrain.results.secure_files import is_own_folder, read_bytes
 from ddptrain.results.tracker_records import run_argument
 
@@ -37,7 +38,7 @@ class Choice:
 
 
 def choose(
-    runs_dir: Path, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
+    runs: RunsDir, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
 ) -> Choice:
     """Choose the run to continue.
 
@@ -51,14 +52,11 @@ def choose(
         RunLocked: `auto` found a run that is running, or may be running on another host.
     """
     if which == AUTO and run_id is None:
-        return _newest(runs_dir, resolved, allow_changes=allow_changes)
-    if which == AUTO:
-        layout = RunLayout(runs_dir / str(run_id))
-        if not layout.run_json.is_file():
-            return Choice(None, "starting a new run: no earlier run has this id")
-        view = load_run(layout.root)
-    else:
-        view = load_run(find_run(runs_dir, which))
+        return _newest(runs, resolved, allow_changes=allow_changes)
+    found = runs.find_exact(str(run_id), NeededFiles.CONFIG) if which == AUTO else runs.find(which, NeededFiles.CONFIG)
+    if found is None:
+        return Choice(None, "starting a new run: no earlier run has this id")
+    view = found
     if not is_own_folder(view.layout.root):
         raise UsageError(
             f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
@@ -79,16 +77,17 @@ def choose(
     return _continue(view, changes)
 
 
-def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+def _newest(runs: RunsDir, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """Choose the newest run of this name, if it can be continued."""
     name = resolved.config.name
-    named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
+    named = [view for view in runs.list() if view.record.name == name and not view.problem]
     ours = [view for view in named if is_own_folder(view.layout.root)]
     if not ours:
-        return Choice(None, f"starting a new run: there is no run named {name} to resume in {where_of(runs_dir)}")
+        return Choice(None, f"starting a new run: there is no run named {name} to resume in {runs.where}")
     for view in [ours[0], *(each for each in ours[1:] if each.is_running)]:
         _require_ended(view)
-    view, changes = ours[0], list(_changes(ours[0].layout, resolved))
+    view = runs.find_exact(ours[0].layout.root.name, NeededFiles.CONFIG) or ours[0]
+    changes = list(_changes(view.layout, resolved))
     if changes and not allow_changes and view.status != RunStatus.SUCCEEDED:
         had = ", ".join(changes)
         return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")

@@ -106,8 +106,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     if options.resume is not None:
         from ddptrain.driver.resume import choose
 
-        folder = runs.candidates(config.name, options.resume, options.run_id)
-        choice = choose(folder, options.resume, resolved, allow_changes=options.allow_changes, run_id=options.run_id)
+        choice = choose(runs, options.resume, resolved, allow_changes=options.allow_changes, run_id=options.run_id)
         if choice.done is not None:
             return _already_done(choice.done, choice.reason, options)
     check_workload(resolved)
