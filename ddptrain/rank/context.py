@@ -274,6 +274,7 @@ class RankContext:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        with_epoch: bool = False,
         **more: Any,
     ) -> RankLoader:
         """Return a DataLoader over this rank's part of the data.
@@ -283,12 +284,13 @@ class RankContext:
         `batch_size` is the number of samples per rank; `more` are arguments of DataLoader, such as num_workers. len()
         is the number of batches in an epoch, `remaining` the number of batches that are left. Checkpoints contain the
         position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
-        identified by their order of creation.
+        identified by their order of creation. With `with_epoch` the data set is asked for (index, epoch) instead of
+        index, so that its augmentation can depend on the epoch and not on the number of ranks or workers.
 
         Raises:
             TypeError: the data has no length, or `more` has a sampler.
         """
-        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
+        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "with_epoch": with_epoch, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
         self._loaders.add(loader)
         return loader
