@@ -6,8 +6,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from ddptrain.driver.display import RunDisplay, open_display
+from ddptrain.driver.display import Display, open_display
 from ddptrain.driver.display.summary import exit_code_of, finished_event, summary_lines
+from ddptrain.driver.observers import LIVE
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.news import SystemSample
@@ -77,7 +78,7 @@ def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
 class _Feed:
     """Passes what is new in the files of a run to a display."""
 
-    def __init__(self, layout: RunLayout, display: RunDisplay, lines: int) -> None:
+    def __init__(self, layout: RunLayout, display: Display, lines: int) -> None:
         self._display = display
         self._offsets = {rank: start_of_last(path, lines) for rank, path in layout.logs().items()}
         self._events = LogCursor(layout.events_jsonl, _EARLIER_EVENTS)
@@ -93,21 +94,22 @@ class _Feed:
         record = view.record
         if record.world_size != self._world_size:
             self._world_size = record.world_size
-            self._display.expect(record.world_size, self._offsets)
+            ranks = {"event": "ranks", "count": record.world_size, "offsets": self._offsets, "hidden": ()}
+            self._display.on_event(ranks)
         events = [event for line in self._events.read() if (event := json_object(line.encode()))]
         if self._is_first:
             starts = [at for at, event in enumerate(events) if event.get("event") == "run_started"]
             events = events[starts[-1] if starts else 0 :]
             self._is_first = False
         for event in events:
-            if event.get("event") != "run_finished":  # the caller shows the end
-                self._display.event(event)
+            if event.get("event") not in ("run_finished", *LIVE):  # the caller shows the end
+                self._display.on_event(event)
         attempt = record.attempts[-1].attempt if record.attempts else 1
         for line in self._metrics.read():
             if line.attempt == attempt:
                 values = {name: math.nan if value is None else value for name, value in line.values.items()}
                 step = None if line.step is None else int(line.step)
-                self._display.rank_event(line.rank, Metrics(int(line.time_s * 1e9), values, step, line.epoch))
+                self._show_number(line.rank, Metrics(int(line.time_s * 1e9), values, step, line.epoch))
         for text in self._system.read():
             if (measured := parse_line(text.encode())) is not None:
                 self._show_use(measured)
@@ -116,7 +118,10 @@ class _Feed:
             for rank, done in progress.ranks.items():
                 if rank.isdecimal() and int(rank) < self._world_size:
                     moved = Progress(int(progress.time_s * 1e9), done, progress.total, progress.unit)
-                    self._display.rank_event(int(rank), moved)
+                    self._show_number(int(rank), moved)
+
+    def _show_number(self, rank: int, number: Metrics | Progress) -> None:
+        self._display.on_event({"event": "numbers", "rank": rank, "numbers": [number]})
 
     def _show_use(self, line: SystemLine) -> None:
         """Show a line of system.jsonl together with the last one of its host."""
@@ -127,4 +132,4 @@ class _Feed:
         else:
             ranks = {**ranks, str(line.rank): line.values}
         self._samples[line.host] = SystemSample(line.rank or 0, int(line.time_s * 1e9), line.host, use, ranks)
-        self._display.system(self._samples[line.host])
+        self._display.on_event({"event": "system", "sample": self._samples[line.host]})

@@ -263,7 +263,7 @@ class Sweep:
         self.running[record.number] = trial
         self.record.parallel = max(self.record.parallel, len(self.running))
         trial.start()
-        self.display.event(output.trial_event("trial_started", record))
+        self.display.on_event(output.trial_event("trial_started", record))
         self._save()
 
     def _upload_point(self) -> bool:
@@ -301,7 +301,7 @@ class Sweep:
         best = self.record.find_best()
         self.record.best = best.number if best is not None else None
         self._save(now=True)
-        self.display.event(output.trial_event("trial_ended", record))
+        self.display.on_event(output.trial_event("trial_ended", record))
         text, level = output.ended_notice(record, self.record)
         self.display.notice(text, level=level)
         if trial.bug is not None:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.inbox import Inbox
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
@@ -236,8 +235,8 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
     return f"the run has logged no metric {metric}; it has logged: {logged}"
 
 
-class TrialDisplay(RunDisplay):
-    """The display of a trial's run: passes the metric to the pruner, progress and status to that of the sweep."""
+class TrialDisplay:
+    """The display of a trial's run, a run observer: passes metrics to the pruner, the rest to the sweep's display."""
 
     def __init__(
         self,
@@ -261,26 +260,25 @@ class TrialDisplay(RunDisplay):
         """The ranks that log the metric; none if that is not known yet."""
         return self._live.usual
 
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Wait for the metric of these ranks."""
-        self._live.world_size = world_size
-
-    def event(self, line: Mapping[str, Any]) -> None:
-        """Take the status."""
-        match line:
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Take the status, the metric of all ranks, and the progress."""
+        match event:
+            case {"event": "ranks", "count": count}:
+                self._live.world_size = count
+            case {"event": "numbers", "rank": rank, "numbers": numbers}:
+                for each in numbers:
+                    self._number(rank, each)
             case {"event": "rank_started"}:
                 self._trial.status = "training"
             case {"event": "status", "message": str(text)}:
                 self._trial.status = text
-            case {
-                "event": "notice",
-                "message": text,
-                "level": "warning" | "error",
-            }:  # the files of the run have it, too
+            case {"event": "notice" | "message", "message": text, "level": "warning" | "error"}:
                 _log.info("notice of a trial", trial=self._trial.record.number, message=text)
 
-    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        """Take the metric and the progress."""
+    def on_end(self, run: RunView) -> None:
+        """Do nothing."""
+
+    def _number(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
         metric, trial = self._trial.plan.metric, self._trial
         match event:
             case Metrics() if (value := event.values.get(metric)) is not None:

@@ -56,9 +56,9 @@ def watch_sweep(sweep: FoundSweep, mode: str) -> int:
 
 def _show_change(display: Display, trial: TrialRecord, before: TrialState | None, record: SweepRecord) -> None:
     if before is None:
-        display.event(output.trial_event("trial_started", trial))
+        display.on_event(output.trial_event("trial_started", trial))
     if trial.state is before or not trial.state.is_final:
         return
-    display.event(output.trial_event("trial_ended", trial))
+    display.on_event(output.trial_event("trial_ended", trial))
     text, level = output.ended_notice(trial, record)
     display.notice(text, level=level)

@@ -32,15 +32,12 @@ from ddptrain.driver.display.renderers import (
     JsonRenderer,
     PlainRenderer,
     Renderer,
-    RunDisplay,
     format_notice,
     notice_line,
 )
 from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
-from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 
 if TYPE_CHECKING:
-    from ddptrain.protocol.news import SystemSample
     from ddptrain.results.lookup import RunView
 
 POLL_S = 0.1
@@ -54,8 +51,8 @@ _FEW_LOGS = 64  # up to this number, all logs are checked each time, and stay op
 _ALL_LOGS_S = 2.0
 
 
-class Display(RunDisplay):
-    """Shows one run. All methods except `close` return at once, even if the terminal blocks."""
+class Display:
+    """Shows one run, as a run observer. All methods return at once, even if the terminal blocks, except for the end."""
 
     def __init__(
         self,
@@ -78,7 +75,7 @@ class Display(RunDisplay):
         self._lines = AllLines()
         self._tails: Mapping[int, LogTail] = {}
         self._hidden: Collection[int] = ()
-        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # calls for the thread
+        self._inbox: deque[Mapping[str, Any] | str] = deque()  # events and lines of our log
         self._grown: deque[int] = deque()  # ranks whose logs have grown
         self._unread: set[int] = set()  # ranks of which more can be read or shown
         self._all_read_s = 0.0
@@ -101,35 +98,25 @@ class Display(RunDisplay):
         log.divert(self._log_line)
         return self
 
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Follow the logs of these ranks."""
-        self._put(self._expect, world_size, offsets or {})
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Show an event. Numbers of ranks, the use of hosts and silences are left out if the output is not read."""
+        match event:
+            case {"event": "log_grew", "rank": rank}:
+                self._grown.append(rank)
+                self._wake.set()
+            case {"event": "numbers" | "system" | "silence"}:  # they are shown with the next one, or the next line
+                self._put(event, len(event.get("numbers", " ")))
+            case _:
+                self._put(event)
+                self._wake.set()
 
-    def event(self, line: Mapping[str, Any]) -> None:
-        """Show a line of events.jsonl."""
-        self._put(self._event, line)
+    def status(self, text: str) -> None:
+        """Show what the driver waits for, without a line in events.jsonl."""
+        self.on_event({"event": "status", "time_s": round(time.time(), 3), "message": text})
 
-    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        """Show the numbers, if the output is read."""
-        self._put(self._renderer.rank_event, rank, event, is_one_of_many=True)
-
-    def system(self, sample: SystemSample) -> None:
-        """Show the use, if the output is read."""
-        self._put(self._renderer.system, sample, is_one_of_many=True)
-
-    def silence(self, text: str) -> None:
-        """Show the silence, if the output is read."""
-        self._put(self._renderer.silence, text, is_one_of_many=True)
-
-    def hide(self, ranks: Collection[int]) -> None:
-        """Do not show the output of these ranks; their logs are complete."""
-        self._hidden = ranks
-
-    def log_grew(self, rank: int | None = None) -> None:
-        """Note that the log file of this rank has grown and must be read soon; None: any log may have grown."""
-        if rank is not None:
-            self._grown.append(rank)
-        self._wake.set()
+    def notice(self, text: str, level: str = "info") -> None:
+        """Show a message, of level "info", "warning" or "error", without a line in events.jsonl."""
+        self.on_event(notice_line(text, level))
 
     def on_end(self, run: RunView) -> None:
         """Show every log up to its size now, and the end of the run."""
@@ -162,18 +149,15 @@ class Display(RunDisplay):
         self.close()
 
     def _log_line(self, text: str) -> None:
-        self._put(self._renderer.log_line, text, is_one_of_many=True)
-        self.log_grew()
+        self._put(text, 1)
+        self._wake.set()
 
-    def _put(self, show: Callable[..., None], *what: Any, is_one_of_many: bool = False) -> None:
-        if self.broken:
-            return
-        if is_one_of_many and len(self._inbox) >= MAX_WAITING:
-            self._dropped += 1
-            return
-        self._inbox.append((show, what))
-        if not is_one_of_many:  # the others are shown with the next one, or with the next line
-            self.log_grew()
+    def _put(self, what: Mapping[str, Any] | str, count: int = 0) -> None:
+        """Pass an event or a line of our log to the thread; `count` of something may be dropped."""
+        if count and len(self._inbox) >= MAX_WAITING:
+            self._dropped += count
+        elif not self.broken:
+            self._inbox.append(what)
 
     def _join(self, deadline_s: float) -> None:
         """Wait for the thread as long as it reads or writes anything."""
@@ -242,20 +226,29 @@ class Display(RunDisplay):
 
     def _deliver(self) -> None:
         for _ in range(len(self._inbox)):
-            show, what = self._inbox.popleft()
-            show(*what)
+            match what := self._inbox.popleft():
+                case str():
+                    self._renderer.log_line(what)
+                case {"event": "message", "message": text, "level": level}:
+                    self._event(notice_line(text, level))
+                case _:
+                    self._event(what)
         if count := self._dropped - self._dropped_reported:
             self._dropped_reported += count
             text = f"{count} metrics were not shown: the output was not read"
             self._renderer.event(notice_line(text, "warning"))
 
-    def _event(self, line: Mapping[str, Any]) -> None:
-        """Show the line; before a notice, for example of a failure, the ranks' lines that are held."""
-        if line.get("event") == "notice":
-            self._show(self._lines.flush())
-        self._renderer.event(line)
+    def _event(self, event: Mapping[str, Any]) -> None:
+        """Show the event; before a notice, for example of a failure, the ranks' lines that are held."""
+        match event:
+            case {"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden}:
+                self._follow_ranks(count, offsets)
+                self._hidden = hidden
+            case {"event": "notice"}:
+                self._show(self._lines.flush())
+        self._renderer.event(event)
 
-    def _expect(self, world_size: int, offsets: Mapping[int, int]) -> None:
+    def _follow_ranks(self, world_size: int, offsets: Mapping[int, int]) -> None:
         """Follow the logs of these ranks; show the rest of the others."""
         self._show(self._lines.flush())
         before, is_large = self._tails, world_size > _FEW_LOGS
@@ -273,7 +266,6 @@ class Display(RunDisplay):
             tail.close()
         if self._groups_ranks:
             self._lines = DifferingLines() if world_size >= MIN_RANKS else TracebackFilter()
-        self._renderer.expect(world_size)
 
     def _show(self, held: Iterable[RankLines]) -> None:
         for rank, lines in held:
@@ -344,7 +336,7 @@ def open_display(
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". Ranks in lockstep share a
+    "live" without a terminal is "plain". Ranks in lockstep share a
     row, and from 17 ranks on, rank 0 is shown and whatever other ranks print besides, unless `all_ranks`. Each JSON
     object has the field `stage`, unless it is "". `rows` returns other rows than those of the ranks. `elapsed_s`: how
     long the run has already been running. Raises UsageError for an unknown mode.

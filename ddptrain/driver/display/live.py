@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ddptrain.config.wording import counted
 from ddptrain.driver.display import terminal
@@ -19,12 +19,9 @@ from ddptrain.driver.display.facts import Pace, RunFacts, clock, number
 from ddptrain.driver.display.logs import RankLine
 from ddptrain.driver.display.renderers import Renderer, format_lines, format_notice, format_own
 from ddptrain.driver.display.terminal import Stream
-from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.results.system import SystemSummary
 from ddptrain.text_tables import columns_of
-
-if TYPE_CHECKING:
-    from ddptrain.protocol.news import SystemSample
 
 LOCKSTEP_FROM = 3  # the smallest run whose ranks share a row
 BEHIND_S = 5.0  # a rank whose progress differs from that of the others by more than they do in this time has a row
@@ -67,6 +64,15 @@ class _Rank:
         """Whether there is anything to show."""
         return bool(self.pace.done is not None or self.value or self.redrawn or self.state in ("failed", "stopped"))
 
+    def take(self, event: object) -> None:
+        """Take a number of the rank."""
+        if isinstance(event, Progress):
+            self.pace.update(event)
+        elif isinstance(event, Metrics):
+            for name in ("loss", "train/loss"):
+                if name in event.values:
+                    self.value = (name, event.values[name])
+
 
 @dataclass
 class _RankRow:
@@ -96,48 +102,36 @@ class RunRows(Renderer):
         self._silence = ""
         self._facts = RunFacts()
 
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Show these ranks; what is known of them stays until they start again."""
-        self._ranks = {rank: self._ranks.get(rank) or _Rank(rank) for rank in range(world_size)}
-
-    def event(self, line: Mapping[str, Any]) -> None:
-        """Update the rows after a line of events.jsonl."""
-        self._facts.event(line)
-        rank = self._ranks.get(rank) if isinstance(rank := line.get("rank"), int) else None
-        match line:
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Update the rows."""
+        self._facts.event(event)
+        rank = self._ranks.get(rank) if isinstance(rank := event.get("rank"), int) else None
+        match event:
+            case {"event": "ranks", "count": count}:  # what is known of a rank stays until it starts again
+                self._ranks = {rank: self._ranks.get(rank) or _Rank(rank) for rank in range(count)}
+            case {"event": "numbers", "numbers": numbers}:
+                for each in numbers:
+                    self._facts.rank_event(event["rank"], each)
+                    if rank is not None:
+                        rank.take(each)
+            case {"event": "system", "sample": sample}:
+                self._use.add(sample)
+            case {"event": "silence", "message": str(text)}:
+                self._silence = text
             case {"event": "status", "message": str(text)}:
                 self.status = terminal.harmless(" ".join(text.split()), False)
             case {"event": "rank_started"} if rank is not None:
-                host = terminal.harmless(str(line.get("host", "")), False)
+                host = terminal.harmless(str(event.get("host", "")), False)
                 self._ranks[rank.rank] = _Rank(rank.rank, host, "running")
             case {"event": "rank_ended"} if rank is not None:
-                rank.state = "done" if line.get("ok") is True else "stopped" if line.get("stopped") else "failed"
+                rank.state = "done" if event.get("ok") is True else "stopped" if event.get("stopped") else "failed"
             case {"event": "slow_rank"} if rank is not None:
                 rank.is_slow = True
-
-    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        """Update the rows after an event of a rank."""
-        self._facts.rank_event(rank, event)
-        match event:
-            case Metrics(values=values) if rank in self._ranks:
-                for name in ("loss", "train/loss"):
-                    if name in values:
-                        self._ranks[rank].value = (name, values[name])
-            case Progress() if rank in self._ranks:
-                self._ranks[rank].pace.update(event)
 
     def redrawn(self, rank: int, text: str) -> None:
         """Show the rank's own progress bar below its row."""
         if rank in self._ranks:
             self._ranks[rank].redrawn = text
-
-    def system(self, sample: SystemSample) -> None:
-        """Update the use of the hosts."""
-        self._use.add(sample)
-
-    def silence(self, text: str) -> None:
-        """Show for how long a rank has not reported."""
-        self._silence = text
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
         """Return at most half of the terminal's `rows` (but at least one), none wider than `columns`."""
@@ -341,12 +335,12 @@ class LiveRenderer(RunRows):
         """Print the lines above the rows, with the next frame."""
         self._above.append(format_lines(rank, lines, self._colour, on_terminal=True))
 
-    def event(self, line: Mapping[str, Any]) -> None:
+    def event(self, event: Mapping[str, Any]) -> None:
         """Update the rows; print a notice above them."""
-        super().event(line)
-        match line:
+        super().event(event)
+        match event:
             case {"event": "notice", "message": str(text)}:
-                self._print_above(format_notice(text), _NOTICE_COLOURS.get(str(line.get("level")), ""))
+                self._print_above(format_notice(text), _NOTICE_COLOURS.get(str(event.get("level")), ""))
 
     def log_line(self, text: str) -> None:
         """Print it above the rows, unless stderr is a file."""

@@ -1,8 +1,4 @@
-"""What is shown of a run: the facts that reach every display, and the outputs for pipes and programs.
-
-The facts are the lines of events.jsonl, as `ddptrain watch` reads them from the file, and the numbers of ranks, which
-are too many for that file.
-"""
+"""What is shown of a run in pipes and for programs: the events of driver/observers.py, and what ranks print."""
 
 from __future__ import annotations
 
@@ -10,18 +6,14 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddptrain.driver.display.facts import RunFacts
 from ddptrain.driver.display.logs import RankLine
 from ddptrain.driver.display.terminal import Stream, coloured, harmless, rank_colour, wrapped
-from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.results.run_record import as_json_data
-
-if TYPE_CHECKING:
-    from ddptrain.protocol.news import SystemSample
-    from ddptrain.results.lookup import RunView
 
 QUIET_S = 60.0  # without any line
 _ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)
@@ -30,70 +22,13 @@ PROGRESS_EVERY_S = 1.0
 _ENDED, _PARTIAL = "}", ', "partial": true}'
 
 
-class Shown:
-    """The facts of a run. Here each method does nothing: a subclass overrides those of the facts that it shows."""
-
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Set the number of ranks; `offsets`: the bytes of their logs that were shown before."""
-
-    def event(self, line: Mapping[str, Any]) -> None:
-        """Take a line of events.jsonl, which another program may have written."""
-
-    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        """Take numbers of a rank, or a checkpoint that it has written, which is not in the run directory yet."""
-
-    def system(self, sample: SystemSample) -> None:
-        """Take the use of a host and its ranks."""
-
-    def silence(self, text: str) -> None:
-        """Take for how long a rank has not reported, for a live display; "": all report."""
-
-
-class RunDisplay(Shown):
-    """The display of a run, a run observer: the terminal, or that of one trial of a sweep. Only the end waits."""
-
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        """Show an event of a run."""
-        match event:
-            case {"event": "numbers", "rank": rank, "numbers": numbers}:
-                for each in numbers:
-                    self.rank_event(rank, each)
-            case {"event": "log_grew", "rank": rank}:
-                self.log_grew(rank)
-            case {"event": "system", "sample": sample}:
-                self.system(sample)
-            case {"event": "message", "message": text, "level": level}:
-                self.notice(text, level)
-            case {"event": "silence", "message": text}:
-                self.silence(text)
-            case {"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden}:
-                self.expect(count, offsets)
-                self.hide(hidden)
-            case _:
-                self.event(event)
-
-    def on_end(self, run: RunView) -> None:
-        """Show the end of the run, and wait until it is shown."""
-
-    def status(self, text: str) -> None:
-        """Show what the driver waits for, without a line in events.jsonl."""
-        self.event({"event": "status", "time_s": round(time.time(), 3), "message": text})
-
-    def notice(self, text: str, level: str = "info") -> None:
-        """Show a message, of level "info", "warning" or "error", without a line in events.jsonl."""
-        self.event(notice_line(text, level))
-
-    def hide(self, ranks: Collection[int]) -> None:
-        """Do not show the output of these ranks; their logs are complete."""
-
-    def log_grew(self, rank: int | None = None) -> None:
-        """Note that a rank's log file has grown; None: any log may have grown."""
-
-
-class Renderer(Shown):
+class Renderer:
     """One kind of output; only the display's thread calls it."""
 
     redraw_every_s = 1.0  # seconds between two states of a redrawn line
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Show a line of events.jsonl, which another program may have written, or one of observers.LIVE."""
 
     def log(self, rank: int, lines: Sequence[RankLine]) -> None:
         """Show lines that the rank has printed."""
@@ -147,25 +82,24 @@ class PlainRenderer(Renderer):
         if text:
             self.log(rank, [RankLine(text)])
 
-    def event(self, line: Mapping[str, Any]) -> None:
+    def event(self, event: Mapping[str, Any]) -> None:
         """Write notices and status to stderr. A status that a notice has announced is not repeated."""
-        match line:
+        match event:
+            case {"event": "numbers", "rank": rank, "numbers": numbers}:
+                for each in numbers:
+                    if self._facts.begins_epoch(rank, each):
+                        self._epoch_over()
+                    self._facts.rank_event(rank, each)
+                    self._has_news = self._has_news or isinstance(each, Metrics | Progress)
             case {"event": "rank_ended", "rank": 0} if self._facts.epoch is not None:
                 self._epoch_over()
             case {"event": "notice", "message": str(text)}:
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
             case {"event": "status", "message": str(text)} if text not in ("", self._status):
-                if not line.get("announced"):
+                if not event.get("announced"):
                     self._status = text
                     self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
-        self._facts.event(line)
-
-    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        """Note the numbers, for the line about an epoch."""
-        if self._facts.begins_epoch(rank, event):
-            self._epoch_over()
-        self._facts.rank_event(rank, event)
-        self._has_news = self._has_news or isinstance(event, Metrics | Progress)
+        self._facts.event(event)
 
     def log_line(self, text: str) -> None:
         """Write it to stderr."""
@@ -219,21 +153,20 @@ class JsonRenderer(Renderer):
         if text:
             self.log(rank, [RankLine(text, ended=False)])
 
-    def event(self, line: Mapping[str, Any]) -> None:
-        """Write the line, unless it is the end of a status."""
-        if line.get("event") != "status" or line.get("message"):
-            self._write(line)
-
-    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        """Write metrics; progress at most once per second for each rank."""
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Write lines of events.jsonl, unless it is the end of a status; metrics; progress once per second and rank."""
         match event:
-            case Progress():
-                self._progress[rank] = event
-            case Metrics():
-                self._write(
-                    {"event": "metrics", "rank": rank, "time_s": event.time_ns / 1e9, "step": event.step}
-                    | {"epoch": event.epoch, "values": dict(event.values)}
-                )
+            case {"event": "numbers", "rank": rank, "numbers": numbers}:
+                for each in numbers:
+                    if isinstance(each, Progress):
+                        self._progress[rank] = each
+                    elif isinstance(each, Metrics):
+                        fields = {"step": each.step, "epoch": each.epoch, "values": dict(each.values)}
+                        self._write({"event": "metrics", "rank": rank, "time_s": each.time_ns / 1e9} | fields)
+            case {"event": "ranks" | "system" | "silence"} | {"event": "status", "message": ""}:
+                pass
+            case _:
+                self._write(event)
 
     def log_line(self, text: str) -> None:
         """Write it to stderr."""

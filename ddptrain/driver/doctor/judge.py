@@ -15,7 +15,7 @@ _DISK_MB = 1_000, 10_000
 _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process; gloo opens a connection to each other rank
 _FILES_WARNING = 1_024
 _GPU_MEMORY_USED = 0.05
-_ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl"})
+_ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl", "GPUs"})
 _COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the version must be equal
 _MIN_COMPARED = 3  # of two values, nobody knows which one is wrong
 _SLOW_BAD, _SLOW_WARNING = 0.5, 0.8  # of the median
@@ -61,18 +61,30 @@ def judge_torch(facts: TorchFacts, gpus: int, driver: str, hidden: int = 0) -> I
 
     driver: its version. hidden: how many the variable hides.
     """
-    if failed := facts.problems.get("torch"):
+    problems = facts.problems
+    if failed := problems.get("torch"):
         yield Check("torch", Result.BAD, f"torch does not work: {failed}", "install it again: pip install torch")
         return
-    built = f"for CUDA {facts.cuda}" if facts.cuda else "without CUDA"
-    yield Check("torch", Result.OK, f"{facts.torch}, {built}")
-    if failed := facts.problems.get("torchvision"):
+    yield Check("torch", Result.OK, f"{facts.torch}, {f'for CUDA {facts.cuda}' if facts.cuda else 'without CUDA'}")
+    if failed := problems.get("torchvision"):
         hint = "install the torchvision of this torch: pip install --upgrade torch torchvision"
         yield Check("torchvision", Result.BAD, f"{facts.torchvision or 'it'} does not work: {failed}", hint)
     else:
         yield Check("torchvision", Result.OK, facts.torchvision)
-    yield _gpus(facts, gpus, driver, f"; CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else "")
-    if failed := facts.problems.get("gloo"):
+    driver, rest = driver or "unknown", f"; CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else ""
+    if failed := problems.get("GPUs"):
+        yield Check("GPUs", Result.BAD, failed)
+    elif not gpus:
+        yield Check("GPUs", Result.OK, f"none: ranks train on the CPU{rest}")
+    elif not facts.cuda:
+        text = f"{gpus} are here, but torch {facts.torch} is built without CUDA"
+        yield Check("GPUs", Result.BAD, text, "install a torch with CUDA: https://pytorch.org/get-started")
+    elif facts.gpus < gpus:
+        text = f"torch for CUDA {facts.cuda} can use {facts.gpus} of {gpus}, with the driver {driver}"
+        yield Check("GPUs", Result.BAD, text, "update the driver, or install a torch for an older CUDA")
+    else:
+        yield Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver}{rest}")
+    if failed := problems.get("gloo"):
         hint = "set GLOO_SOCKET_IFNAME to an interface that is up (ip addr)"
         yield Check("gloo", Result.BAD, f"an all-reduce with gloo failed: {failed}", hint)
     else:
@@ -81,31 +93,19 @@ def judge_torch(facts: TorchFacts, gpus: int, driver: str, hidden: int = 0) -> I
         yield Check("nccl", Result.BAD, "torch is built without NCCL", "install a torch with CUDA")
 
 
-def _gpus(facts: TorchFacts, gpus: int, driver: str, hidden: str) -> Check:
-    if failed := facts.problems.get("GPUs"):
-        return Check("GPUs", Result.BAD, failed)
-    if not gpus:
-        return Check("GPUs", Result.OK, f"none: ranks train on the CPU{hidden}")
-    if not facts.cuda:
-        text = f"{gpus} are here, but torch {facts.torch} is built without CUDA"
-        return Check("GPUs", Result.BAD, text, "install a torch with CUDA: https://pytorch.org/get-started")
-    if facts.gpus < gpus:
-        text = f"torch for CUDA {facts.cuda} can use {facts.gpus} of {gpus}, with the driver {driver or 'unknown'}"
-        hint = "update the driver, or install a torch for an older CUDA"
-        return Check("GPUs", Result.BAD, text, hint)
-    return Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver or 'unknown'}{hidden}")
-
-
 def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
     """Yield the checks of memory, /dev/shm, disk, limits, GPUs and interfaces, for `ranks` ranks."""
     yield from (Check("reading", Result.BAD, problem) for problem in facts.problems)
-    yield _limited("memory", facts.memory_free_mb, f"of {facts.memory_mb} MB are available", 0, facts.memory_mb // 10)
+    rooms = [("memory", facts.memory_free_mb, f"of {facts.memory_mb} MB are available", (0, facts.memory_mb // 10), "")]
     if facts.shm_mb:
         hint = "start containers with a larger one: docker run --shm-size 8g"
-        yield _limited("shm", facts.shm_free_mb, "are free in /dev/shm", *_SHM_MB, hint)
+        rooms.append(("shm", facts.shm_free_mb, "are free in /dev/shm", _SHM_MB, hint))
     if facts.scratch_mb:
         hint = "checkpoints and logs wait there: free some space"
-        yield _limited("disk", facts.scratch_free_mb, f"are free in {facts.scratch}", *_DISK_MB, hint)
+        rooms.append(("disk", facts.scratch_free_mb, f"are free in {facts.scratch}", _DISK_MB, hint))
+    for subject, free_mb, text, (bad_mb, warning_mb), hint in rooms:
+        result = Result.BAD if free_mb < bad_mb else Result.WARNING if free_mb < warning_mb else Result.OK
+        yield Check(subject, result, f"{free_mb} MB {text}", hint if result != Result.OK else "")
     needed = _FILES_BASE + _FILES_PER_RANK * ranks
     if 0 <= facts.open_files < max(needed, _FILES_WARNING):
         result = Result.BAD if facts.open_files < needed else Result.WARNING
@@ -113,12 +113,21 @@ def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
         yield Check("open files", result, text, "raise it where the worker starts: ulimit -n 65536")
     for gpu in facts.gpus:
         yield from _gpu_faults(gpu)
-    yield from _interfaces(facts)
+    for variable, value in facts.network_env.items():
+        missing = [] if value.startswith("^") else [name for name in value.split(",") if not _is_up(name, facts)]
+        text = f"{variable} is {value}"
+        if missing:
+            text += f", but no interface {', '.join(missing)} is up"
+            hint = f"use one of {', '.join(facts.interfaces) or 'none'}, or unset it"
+            yield Check("network", Result.BAD, text, hint)
+        else:
+            yield Check("network", Result.OK, text)
 
 
-def _limited(subject: str, free_mb: int, text: str, bad_mb: int, warning_mb: int, hint: str = "") -> Check:
-    result = Result.BAD if free_mb < bad_mb else Result.WARNING if free_mb < warning_mb else Result.OK
-    return Check(subject, result, f"{free_mb} MB {text}", hint if result != Result.OK else "")
+def _is_up(name: str, facts: HostFacts) -> bool:
+    """Return whether an interface that is up fits a name by NCCL's rules: a prefix, or = and the whole name."""
+    name = name.strip()
+    return name[1:] in facts.interfaces if name[:1] == "=" else any(up.startswith(name) for up in facts.interfaces)
 
 
 def _gpu_faults(gpu: GpuFacts) -> Iterable[Check]:
@@ -136,28 +145,24 @@ def _gpu_faults(gpu: GpuFacts) -> Iterable[Check]:
 
 def judge_differences(hosts: Sequence[HostFacts]) -> Iterable[Check]:
     """Yield a check for each host whose versions, GPUs or cores differ from those of most hosts."""
-    names = list(dict.fromkeys(name for facts in hosts for name in facts.versions))
-    rows = [
-        (name, Result.BAD if name in _ESSENTIAL else Result.WARNING, [_version(name, facts) for facts in hosts])
-        for name in names
-    ]
-    rows.append(("GPUs", Result.BAD, [_listed(facts) for facts in hosts]))
-    rows.append(("cores", Result.WARNING, [str(facts.cores) for facts in hosts]))
-    for subject, result, values in rows:
+    rows = {name: [_version(name, facts) for facts in hosts] for facts in hosts for name in facts.versions}
+    rows["GPUs"] = [_listed(facts) for facts in hosts]
+    rows["cores"] = [str(facts.cores) for facts in hosts]
+    hint = "make them equal on all hosts"
+    for subject, values in rows.items():
+        result = Result.BAD if subject in _ESSENTIAL else Result.WARNING
         usual, count = Counter(values).most_common(1)[0]
         if 2 * count <= len(hosts):
             text = ", ".join(f"{value} on {facts.hostname}" for facts, value in zip(hosts, values, strict=True))
-            yield Check(subject, result, f"differs: {text}", "make them equal on all hosts")
+            yield Check(subject, result, f"differs: {text}", hint)
             continue
         for facts, value in zip(hosts, values, strict=True):
             if value != usual:
-                hint = "make them equal on all hosts"
                 yield Check(subject, result, f"{value}; most hosts have {usual}", hint, facts.hostname)
 
 
 def _version(name: str, facts: HostFacts) -> str:
-    parts = _COMPARED_PARTS.get(name)
-    return ".".join(facts.versions.get(name, "none").split(".")[:parts])
+    return ".".join(facts.versions.get(name, "none").split(".")[: _COMPARED_PARTS.get(name)])
 
 
 def _listed(facts: HostFacts) -> str:
@@ -176,26 +181,7 @@ def judge_speed(hosts: Mapping[str, Sequence[float]], subject: str, unit: str) -
         return
     median = statistics.median(values)
     for host, of_host in hosts.items():
-        slowest = min(of_host)
-        if slowest < _SLOW_WARNING * median:
+        if (slowest := min(of_host)) < _SLOW_WARNING * median:
             result = Result.BAD if slowest < _SLOW_BAD * median else Result.WARNING
             text = f"{slowest:.3g} {unit}, {100 * slowest / median:.0f} % of the median of {len(values)} ({median:.3g})"
             yield Check(subject, result, text, "look for other processes on this host", host)
-
-
-def _interfaces(facts: HostFacts) -> Iterable[Check]:
-    """Yield whether the interfaces in the variables of gloo and NCCL exist and are up."""
-    up = facts.interfaces
-    for variable, value in facts.network_env.items():
-        missing = [name for name in value.split(",") if not _names_one(name.strip(), up)]
-        text = f"{variable} is {value}"
-        if value.startswith("^") or not missing:
-            yield Check("network", Result.OK, text)
-        else:
-            text += f", but no interface {', '.join(missing)} is up"
-            yield Check("network", Result.BAD, text, f"use one of {', '.join(up) or 'none'}, or unset it")
-
-
-def _names_one(name: str, up: Sequence[str]) -> bool:
-    """Return whether NCCL's rules (a prefix, or = and a name) find an interface."""
-    return name[1:] in up if name.startswith("=") else any(each.startswith(name) for each in up)

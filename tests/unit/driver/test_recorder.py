@@ -8,23 +8,26 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
+from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 
-class Heard(RunDisplay):
-    """A display that keeps what it is told."""
+class Heard:
+    """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def event(self, line: Mapping[str, Any]) -> None:
-        if line["event"] in ("status", "notice"):
-            self.lines.append(line["message"])
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] in ("status", "notice", "message"):
+            self.lines.append(event["message"])
+
+    def on_end(self, run: RunView) -> None:
+        pass
 
 
 def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_path: Path) -> None:

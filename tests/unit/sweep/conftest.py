@@ -43,7 +43,7 @@ class StubRun:
         event = Metrics(time.time_ns(), values, step)
         self._writer.add_metrics([event], 0)
         self._writer.flush()
-        self._display.rank_event(0, event)
+        self._display.on_event({"event": "numbers", "rank": 0, "numbers": [event]})
 
 
 class Sweeper:
@@ -85,7 +85,7 @@ class Sweeper:
             writer = RunWriter.create(folder, run_id, "stub", config.yaml_text, "elsewhere:train")
         with writer:
             display = TrialDisplay(trial, reports=True)
-            display.expect(1)
+            display.on_event({"event": "ranks", "count": 1})
             run = StubRun(writer, trial, display)
             line = self.workload(params, run)
             if line:

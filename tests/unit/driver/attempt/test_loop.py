@@ -90,7 +90,7 @@ def writer(tmp_path: Path) -> Iterator[RunWriter]:
 @pytest.fixture
 def display(writer: RunWriter) -> Iterator[Display]:
     with open_display("plain", writer.layout.logs_dir, "many", stdout=io.StringIO()) as opened:
-        opened.expect(_RANKS)
+        opened.on_event({"event": "ranks", "count": _RANKS, "offsets": {}, "hidden": ()})
         yield opened
 
 

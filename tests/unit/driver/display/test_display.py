@@ -20,6 +20,7 @@ from ddptrain import log
 from ddptrain.driver.display import Display, open_display
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Metrics, Progress
+from tests.unit.driver.display.live_events import expect, numbers
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +42,12 @@ class Shown:
         self._files = [path.open("w", encoding="utf-8") for path in self._paths]
         files = self._files[0], self._files[1]
         self.display = open_display(mode, self.logs, "run-1", *files, environ, all_ranks=all_ranks)
-        self.display.expect(ranks)
+        self.display.on_event(expect(ranks))
 
     def print(self, rank: int, data: bytes) -> None:
         with (self.logs / f"rank-{rank}.log").open("ab") as log:
             log.write(data)
-        self.display.log_grew()
+        self.display.on_event({"event": "log_grew", "rank": 0})
 
     @property
     def out(self) -> str:
@@ -105,8 +106,8 @@ def test_plain_keeps_its_own_words_to_stderr(tmp_path: Path) -> None:
     shown.display.status("starting 2 ranks")
     shown.display.status("starting 2 ranks")
     shown.display.notice("one\ntwo", "warning")
-    shown.display.event({"event": "x"})
-    shown.display.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 1})
+    shown.display.on_event({"event": "x"})
+    shown.display.on_event({"event": "rank_started", "rank": 0, "host": "node", "pid": 1})
     shown.close()
     assert shown.out == ""
     assert shown.err == "ddptrain: starting 2 ranks\nddptrain: one\nddptrain: two\n"
@@ -116,7 +117,7 @@ def test_json_objects_of_a_stage_have_its_name(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
     with open_display("json", tmp_path, "run-1", stdout=out, stderr=err, environ={}, stage="evaluate") as display:
-        display.expect(1)
+        display.on_event(expect(1))
         display.notice("begun")
         display.close(last_event={"event": "run_finished"})
     found = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -144,14 +145,14 @@ def test_json_is_one_object_a_line_and_the_last_is_the_end(tmp_path: Path) -> No
     began_s = time.monotonic()
     shown = Shown(tmp_path, "json")
     display = shown.display
-    display.event({"event": "rank_started", "rank": 1, "host": "node", "pid": 42})
-    display.rank_event(1, Metrics(5 * 10**9, {"loss": math.nan, "acc": 0.5}, step=3, epoch=1.0))
+    display.on_event({"event": "rank_started", "rank": 1, "host": "node", "pid": 42})
+    display.on_event(numbers(1, Metrics(5 * 10**9, {"loss": math.nan, "acc": 0.5}, step=3, epoch=1.0)))
     for done in range(100):
-        display.rank_event(0, Progress(done, float(done), 99.0, "samples"))
+        display.on_event(numbers(0, Progress(done, float(done), 99.0, "samples")))
     display.notice("Zoë\nsaved", "warning")
     display.status("stopping")
-    display.event({"event": "checkpoint", "step": 3, "loss": math.inf})
-    display.event({"event": "rank_ended", "rank": 1, "ok": False})
+    display.on_event({"event": "checkpoint", "step": 3, "loss": math.inf})
+    display.on_event({"event": "rank_ended", "rank": 1, "ok": False})
     shown.print(1, b'say "\xc3\xab"\x00\nlast')
     end = {"event": "run_finished", "exit_code": 1, "failure": None}
     shown.close(summary=["not here"], last_event=end)
@@ -216,11 +217,11 @@ def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
     with os.fdopen(writer, "w") as out, (tmp_path / "err").open("w") as err:
         display = open_display("plain", tmp_path, "run-1", out, err, {})
-        display.expect(1)
+        display.on_event(expect(1))
         wait_until(lambda: display.broken, "the broken pipe")
         for _ in range(10):
             display.notice("unseen")
-            display.rank_event(0, Metrics(0, {}))
+            display.on_event(numbers(0, Metrics(0, {})))
         display.close(summary=["the end"])
     said = (tmp_path / "err").read_text()
     assert said.count("stdout can't be written any more (Broken pipe)") == 1
@@ -232,12 +233,12 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(tmp_pat
     (tmp_path / "rank-0.log").write_bytes(b"one\n" * 100_000)
     with out, (tmp_path / "err").open("w") as err:
         display = open_display("json", tmp_path, "run-1", out, err, {})
-        display.expect(1)
+        display.on_event(expect(1))
         time.sleep(0.05)
         started_s = time.monotonic()
         for _ in range(60_000):
-            display.rank_event(0, Metrics(0, {"loss": 1.0}))
-            display.log_grew()
+            display.on_event(numbers(0, Metrics(0, {"loss": 1.0})))
+            display.on_event({"event": "log_grew", "rank": 0})
         assert time.monotonic() - started_s < 40
         display.close(last_event={"event": "run_finished"}, deadline_s=0.1)
         assert time.monotonic() - started_s < 80
@@ -250,7 +251,7 @@ import sys
 from pathlib import Path
 from ddptrain.driver.display import open_display
 display = open_display("plain", Path(sys.argv[1]), "run-1")
-display.expect(1)
+display.on_event({"event": "ranks", "count": 1, "offsets": {}, "hidden": ()})
 display.close(summary=["end"])
 print("later")
 """
@@ -284,11 +285,11 @@ from ddptrain.driver.display import open_display
 def peak_kb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 display = open_display("plain", Path(sys.argv[1]) / "none", "run-1")
-display.expect(1)
+display.on_event({"event": "ranks", "count": 1, "offsets": {}, "hidden": ()})
 display.close()
 before = peak_kb()
 display = open_display("plain", Path(sys.argv[1]), "run-1")
-display.expect(2)
+display.on_event({"event": "ranks", "count": 2, "offsets": {}, "hidden": ()})
 display.close()
 print(peak_kb() - before, file=sys.stderr)
 """
@@ -353,10 +354,10 @@ def test_restart_with_fewer_ranks_shows_what_the_others_had_printed(tmp_path: Pa
     path = tmp_path / "all"
     with path.open("w") as file:
         display = open_display("plain", tmp_path, "run-1", file, file, {})
-        display.expect(4)
+        display.on_event(expect(4))
         for rank in range(4):
             (tmp_path / f"rank-{rank}.log").write_text(f"of {rank}\nthe end")
-        display.expect(2)
+        display.on_event(expect(2))
         display.close()
         assert not display.broken
     expected = [line for rank in range(4) for line in (f"[rank {rank}] of {rank}", f"[rank {rank}] the end")]
@@ -390,7 +391,7 @@ def test_of_many_logs_only_those_that_grew_are_read_and_all_at_the_end(tmp_path:
     with (shown.logs / "rank-7.log").open("ab") as log, (shown.logs / "rank-9.log").open("ab") as silent:
         log.write(b"seven\n")
         silent.write(b"nine\n")
-    shown.display.log_grew(7)
+    shown.display.on_event({"event": "log_grew", "rank": 7})
     deadline = time.monotonic() + 30
     while "seven" not in shown.out and time.monotonic() < deadline:
         time.sleep(0.01)

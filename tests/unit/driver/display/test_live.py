@@ -21,6 +21,7 @@ import pytest
 
 from ddptrain.driver.display import Display, open_display
 from ddptrain.protocol.events import Metrics, Progress
+from tests.unit.driver.display.live_events import expect, numbers
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -68,17 +69,17 @@ def terminal() -> Iterator[Terminal]:
 
 def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Display:
     display = open_display("auto", logs, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ})
-    display.expect(ranks)
+    display.on_event(expect(ranks))
     return display
 
 
 def train(display: Display) -> None:
     display.status("training")
     for rank in (0, 1):
-        display.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})
+        display.on_event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})
         for second in (0, 1):
-            display.rank_event(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
-        display.rank_event(rank, Metrics(0, {"train/loss": 1.25}))
+            display.on_event(numbers(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples")))
+        display.on_event(numbers(rank, Metrics(0, {"train/loss": 1.25})))
 
 
 def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Terminal, tmp_path: Path) -> None:
@@ -88,8 +89,8 @@ def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Term
     terminal.wait_for("hello")
     terminal.wait_for("50%")
     display.notice("checkpoint step-12 saved", "warning")
-    display.event({"event": "rank_ended", "rank": 0, "ok": True})
-    display.event({"event": "rank_ended", "rank": 1, "ok": True})
+    display.on_event({"event": "rank_ended", "rank": 0, "ok": True})
+    display.on_event({"event": "rank_ended", "rank": 1, "ok": True})
     display.close(summary=["run-1 succeeded"])
     terminal.wait_for("run-1 succeeded\r\n")
     text = terminal.text
@@ -138,7 +139,7 @@ def test_terminal_that_goes_away_silences_the_display(tmp_path: Path) -> None:
     os.close(master)
     with os.fdopen(slave, "w") as file, (tmp_path / "err").open("w") as err:
         display = open_display("live", tmp_path, "run-1", file, err, {})
-        display.expect(1)
+        display.on_event(expect(1))
         display.close(summary=["end"])
         assert display.broken
     assert (tmp_path / "err").read_text().endswith("end\n")
@@ -163,16 +164,17 @@ from pathlib import Path
 from ddptrain.driver.display import open_display
 from ddptrain.log import Log, to_stderr
 from ddptrain.protocol.events import Metrics, Progress
+from tests.unit.driver.display.live_events import expect, numbers
 logs = Path(sys.argv[1])
 ranks = int(sys.argv[2])
 display = open_display("auto", logs, "run-1", all_ranks="--all-ranks" in sys.argv)
-display.expect(ranks)
+display.on_event(expect(ranks))
 to_stderr("debug")
 display.status("training")
 for rank in range(ranks):
-    display.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})
+    display.on_event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})
     for second in (0, 1):
-        display.rank_event(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
+        display.on_event(numbers(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples")))
 while not (logs / "end").exists():
     if (logs / "decide").exists():
         (logs / "decide").unlink()

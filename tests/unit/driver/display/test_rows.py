@@ -16,6 +16,7 @@ from ddptrain.driver.display.renderers import PlainRenderer
 from ddptrain.driver.display.terminal import RED, Stream
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.text_tables import columns_of
+from tests.unit.driver.display.live_events import expect, numbers
 
 # --- The rows below the log of a live display: ranks in lockstep have one, every fact fits the terminal ---
 
@@ -35,18 +36,18 @@ def names(rows: RunRows, height: int = 24) -> list[str]:
 def running(ranks: int, *, all_ranks: bool = False, host: str = "node", unit: str = "samples") -> RunRows:
     """All ranks have done 1,200 of 2,400 in 1 s."""
     rows = RunRows("petnames-20250101-120000-ab12", is_unicode=False, all_ranks=all_ranks)
-    rows.expect(ranks)
+    rows.event(expect(ranks))
     rows.event({"event": "status", "message": "training"})
     for rank in range(ranks):
         rows.event({"event": "rank_started", "rank": rank, "host": host.format(rank), "pid": 100 + rank})
         for second in (0, 1):
             move(rows, rank, second, second * 1200.0, unit)
-        rows.rank_event(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1}))
+        rows.event(numbers(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
     return rows
 
 
 def move(rows: RunRows, rank: int, second: float, done: float, unit: str = "samples") -> None:
-    rows.rank_event(rank, Progress(int(second * 1e9), done, 2400.0, unit))
+    rows.event(numbers(rank, Progress(int(second * 1e9), done, 2400.0, unit)))
 
 
 def test_two_ranks_have_a_row_each() -> None:
@@ -86,7 +87,7 @@ def test_host_is_shown_where_there_are_several() -> None:
 
 def test_nothing_is_shown_of_ranks_that_have_reported_nothing() -> None:
     rows = RunRows("run-1", is_unicode=True)
-    rows.expect(2)
+    rows.event(expect(2))
     rows.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 1})
     assert len(drawn(rows)) == 1
     rows.event({"event": "rank_ended", "rank": 0, "ok": False})
@@ -147,7 +148,7 @@ def test_control_characters_are_removed() -> None:
 
 def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> None:
     rows = RunRows("petnames-20250101-120000-ab12", is_unicode=False)
-    rows.expect(2)
+    rows.event(expect(2))
     rows.event({"event": "status", "message": "starting 2 ranks on a local cluster"})
     assert drawn(rows)[-1].startswith(
         "starting 2 ranks on a local cluster | waiting for 2 ranks to import torch | 1:05"
@@ -159,7 +160,7 @@ def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> No
     rows.event({"event": "status", "message": "training"})
     rows.event({"event": "epochs", "total": 12, "epoch": 3})
     for rank, value in ((0, 0.5), (1, 0.52)):
-        rows.rank_event(rank, Metrics(0, {"val/loss": value}, 384, 3))
+        rows.event(numbers(rank, Metrics(0, {"val/loss": value}, 384, 3)))
     rows.event(
         {
             "event": "checkpoint_saved",
@@ -201,14 +202,14 @@ def test_line_after_each_minute_without_one_if_there_is_anything_new(
     renderer, shown = plain
     renderer.refresh(0.0)
     for second in (0, 1):
-        renderer.rank_event(0, Progress(second * 10**9, 40.0 * second, 400.0, "images"))
+        renderer.event(numbers(0, Progress(second * 10**9, 40.0 * second, 400.0, "images")))
     renderer.refresh(59.0)
     assert shown() == []
     renderer.refresh(60.0)
     assert shown() == ["ddptrain: 40 images, 40 images/s, ETA 0:09"]
     renderer.refresh(200.0)
     assert shown() == []  # nothing new
-    renderer.rank_event(0, Metrics(2 * 10**9, {"train/loss": 0.25}, 7))
+    renderer.event(numbers(0, Metrics(2 * 10**9, {"train/loss": 0.25}, 7)))
     renderer.log(0, [RankLine("a line")])
     renderer.refresh(201.0)
     renderer.refresh(260.0)
@@ -220,7 +221,7 @@ def test_line_after_each_minute_without_one_if_there_is_anything_new(
 def test_many_epochs_have_a_line_every_10_seconds(plain: tuple[PlainRenderer, Callable[[], list[str]]]) -> None:
     renderer, shown = plain
     for epoch in range(1, 1002):  # one each second
-        renderer.rank_event(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch))
+        renderer.event(numbers(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch)))
         renderer.refresh(float(epoch))
     lines = shown()
     assert lines[0].startswith("ddptrain: epoch 1, step 1, loss 1") and len(lines) == 100 + 90
@@ -231,7 +232,7 @@ def test_epoch_that_a_rank_has_printed_is_not_shown_again(
 ) -> None:
     renderer, shown = plain
     for epoch in range(1, 5):
-        renderer.rank_event(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch - 0.5))
+        renderer.event(numbers(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch - 0.5)))
         renderer.refresh(float(epoch))
         renderer.log(0, [RankLine(f"Epoch {epoch}: 1.0"), RankLine("something else")])
     renderer.event({"event": "rank_ended", "rank": 0, "ok": True})
@@ -243,7 +244,7 @@ def test_line_of_an_epoch_has_no_values_of_the_next(plain: tuple[PlainRenderer, 
     renderer, shown = plain
     for rank, epoch, loss in ((0, 1, 0.5), (1, 1, 0.7), (1, 2, 9.0), (0, 2, 0.3), (0, 3, 0.2)):
         event = Metrics(epoch * 10**9, {"loss": loss}, epoch, epoch)
-        renderer.rank_event(rank, event)
+        renderer.event(numbers(rank, event))
         renderer.refresh(float(epoch))
     first, second = shown()
     assert "epoch 1, step 1, loss 0.6" in first
