@@ -18,7 +18,7 @@ from ddptrain.driver.rank_specs import upload_code
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
+from ddptrain.protocol.code_digest import content_hash, inode_digest
 
 # --- What of a project goes along, and what stays at home ---
 
@@ -106,16 +106,6 @@ def test_too_much_is_refused_with_the_largest_files(project: Path) -> None:
     pack(project, []).check(project / "train.py", 4)
 
 
-def test_hash_is_of_names_contents_and_whether_a_file_is_a_program(project: Path) -> None:
-    first = pack(project, []).archive
-    os.utime(project / "train.py", (1, 1))
-    assert pack(project, []).archive == first
-    (project / "train.py").chmod(0o755)
-    second = pack(project, []).archive
-    (project / "train.py").write_text("print(2)")
-    assert len({first[1], second[1], pack(project, []).archive[1]}) == 3
-
-
 def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert project_folder(tmp_path, None) is None
@@ -132,13 +122,6 @@ def test_inodes_tell_a_folder_from_its_copy(project: Path, tmp_path: Path) -> No
     assert inode_digest(other, package.names) not in ("", inode_digest(project, package.names))
     assert content_hash(other, package.names) == package.archive[1]
     assert inode_digest(tmp_path / "nothing", package.names) == ""
-
-
-def test_paths_move_with_the_folder() -> None:
-    assert move_path("/p/a/b", Path("/p"), "/cache/x") == "/cache/x/a/b"
-    assert move_path("/p", Path("/p"), "/cache/x") == "/cache/x"
-    assert move_path("/elsewhere", Path("/p"), "/cache/x") == "/elsewhere"
-    assert move_path("/p/a", Path("/p"), "") == "/p/a"
 
 
 def test_workload_that_would_stay_at_home_is_told(project: Path) -> None:
@@ -275,14 +258,6 @@ def upload(cluster: Cluster, hosts: dict[str, str], package: CodePackage, max_mb
     return upload_code(cast(Any, cluster), places(hosts), package, needed, max_mb, lines.append), lines
 
 
-def test_workers_that_see_the_folder_get_nothing(package: CodePackage) -> None:
-    hosts = {"w1": "a", "w2": "b"}
-    cluster = Cluster(hosts, sees=["w1", "w2"])
-    done, lines = upload(cluster, hosts, package)
-    assert (done.code, done.roots, lines) == ("", ["", ""], [])
-    assert [name for name, _ in cluster.calls] == ["sees_code"]
-
-
 def test_two_workers_of_one_host_get_one_copy(package: CodePackage) -> None:
     hosts = {"w1": "a", "w2": "b", "w3": "b"}
     cluster = Cluster(hosts, sees=["w1"])
@@ -309,15 +284,3 @@ def test_of_many_workers_the_one_that_fails_is_named(package: CodePackage) -> No
     cluster.client.run = lambda function, *_, **__: {"w1": False, "w2": error}
     with pytest.raises(ClusterError, match=r"could not upload the code to w2: cannot unpack .*: Read-only file system"):
         upload(cluster, {"w1": "a", "w2": "b"}, package)
-
-
-def test_lost_cluster_is_reported_as_it_is(package: CodePackage) -> None:
-    cluster, lost = Cluster({"w1": "a"}), ClusterError("the scheduler is gone")
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise lost
-
-    cluster.client.run = fail
-    with pytest.raises(ClusterError) as caught:
-        upload(cluster, {"w1": "a"}, package)
-    assert caught.value is lost
