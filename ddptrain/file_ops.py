@@ -1,6 +1,6 @@
 """Atomic writes, appends, file locks, temporary folders and SHA-256.
 
-No other module calls os.replace, flock or hashlib.sha256.
+All other modules use these instead of os.replace, flock and hashlib.sha256.
 
 The functions raise OSError. `results/secure_files.py` adds the ownership checks that run directories need.
 """

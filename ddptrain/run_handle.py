@@ -276,7 +276,7 @@ class Run:
         from ddptrain.results.show.live_table import LiveTable
 
         refresh_s = _STORE_POLL_S if self._is_stored else 1.0
-        table = LiveTable(lambda: self._view(NeededFiles.METRICS), refresh_s) if live else None
+        table = LiveTable(lambda: self._view(NeededFiles.EVENTS), refresh_s) if live else None
 
         def show(*, now: bool = False) -> None:
             for line in lines():

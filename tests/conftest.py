@@ -165,7 +165,13 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ("--name", "shared", "--ranks", "6", "--gpus", "0", "--idle-timeout", "600", "--json")
     up = cli("cluster", "up", *options, "--set", "cluster.start_timeout_s=200", timeout_s=220)
     assert up.rc == 0, up.stderr
+    tls = next(cli.folder.rglob("cert.pem")).parent  # commands of tests have a state folder of their own
+    files = {"CA_FILE": "cert.pem", "CLIENT__CERT": "cert.pem", "CLIENT__KEY": "key.pem"}
+    known = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(tls / file) for name, file in files.items()}
+    os.environ.update(known)
     yield json.loads(up.stdout)["address"]
+    for name in known:
+        del os.environ[name]
     status = json.loads(cli("cluster", "status", "shared", "--json").stdout)
     assert cli("cluster", "down", "shared", "--now").rc == 0
     assert not status["runs"], status

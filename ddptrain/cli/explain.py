@@ -1,4 +1,4 @@
-"""`ddptrain explain CODE|RUN`: the page of an exit code, or how a run ended, and what to do."""
+"""`ddptrain explain CODE|RUN`: the page of an exit code; of a run the end, its cause, and that page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import DEFAULT_RUNS_DIR, PLACES, JsonOption
+from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_result
 from ddptrain.errors import UsageError
 
@@ -30,18 +30,56 @@ def explain(
             help="An exit code, or a run: its id, the start of one, latest, a URL.",
         ),
     ] = "latest",
-    json: JsonOption = False,
+    json: opt.JsonOption = False,
 ) -> None:
-    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next.
+    """Explain an exit code: likely causes, and what to do. Or a run: its end, its cause, and the page of its exit code.
 
     Examples:
         ddptrain explain 5
         ddptrain explain latest
     """
-    if re.fullmatch(r"[0-9]{1,3}", what):
-        _explain_code(int(what), as_json=json)
-    else:
+    if not re.fullmatch(r"[0-9]{1,3}", what):
         _explain_run(what, as_json=json)
+        return
+    code = int(what)
+    if code > _HIGHEST_CODE:
+        raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
+    title, text = _explained(code)
+    if not title:
+        known = ", ".join(map(str, titles()))
+        raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {known}")
+    lines = [f"exit code {code}: {title}", *([""] if text else []), *text]
+    print_result({"exit_code": code, "title": title, "text": "\n".join(text)}, lines, as_json=json)
+
+
+def _explain_run(run: str, *, as_json: bool) -> None:
+    from ddptrain.results.run_record import RunStatus, root_cause
+    from ddptrain.results.runs import open_runs_dir, split_run
+
+    place, name = split_run(run, opt.PLACES.runs)
+    view = open_runs_dir(place).find(name)
+    record, run_id = view.record, view.run_id
+    option = "" if place == opt.DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
+    code = None if view.is_running else record.exit_code  # the end of a killed driver is not recorded
+    if view.problem:
+        end = f"is not readable: {view.problem}"
+    elif view.is_running:
+        end = f"is {view.shown_status} in {record.driver.description}"
+    else:
+        end = f"{view.status_text} (exit code {code})" if code is not None else f"{view.status}, without an exit code"
+    cause = root_cause(record.failure)
+    look = f"ddptrain results show {run_id}{option} (everything that is known of it)"
+    rank = "" if record.failure is None or record.failure.rank is None else f" --rank {record.failure.rank}"
+    following = [look, f"ddptrain results logs {run_id}{rank}{option}"]
+    if view.is_running:
+        following += [f"ddptrain {verb} {run_id}{option}" for verb in ("watch", "stop")]
+    elif view.status != RunStatus.SUCCEEDED and record.checkpoints:
+        following.append(f"the same command again, with --resume {run_id} (continues from {record.checkpoints[0]})")
+    title, text = _explained(code) if code else ("", [])
+    lines = [f"run {run_id} {end}", *(["", "root cause:", f"  {cause}"] if cause else []), "", "next:"]
+    lines += [*(f"  {line}" for line in following), *(["", f"exit code {code}: {title}", ""] if title else []), *text]
+    about = {"run_id": run_id, "status": view.shown_status, "exit_code": code, "end": end, "root_cause": cause}
+    print_result({**about, "next": following, "title": title, "text": "\n".join(text)}, lines, as_json=as_json)
 
 
 def titles() -> dict[int, tuple[str, str]]:
@@ -50,19 +88,15 @@ def titles() -> dict[int, tuple[str, str]]:
     return {int(row[1] or row[3]): (row[4], row[2] or "") for row in rows}
 
 
-def _explain_code(code: int, *, as_json: bool) -> None:
-    if code > _HIGHEST_CODE:
-        raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
+def _explained(code: int) -> tuple[str, list[str]]:
+    """Return the title of an exit code, "" if it is unknown, and the lines of its page."""
     known = titles()
     if code in known:
         title, page = known[code]
-    elif code - 128 in signal.valid_signals():
-        title, page = f"ended by {signal.Signals(code - 128).name}; the shell adds 128 to a signal", ""
-    else:
-        raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {', '.join(map(str, known))}")
-    text = list(_as_text(_section(_page(page), code))) if page else []
-    lines = [f"exit code {code}: {title}", *([""] if text else []), *text]
-    print_result({"exit_code": code, "title": title, "text": "\n".join(text)}, lines, as_json=as_json)
+        return title, list(_as_text(_section(_page(page), code))) if page else []
+    if code - 128 in signal.valid_signals():
+        return f"ended by {signal.Signals(code - 128).name}; the shell adds 128 to a signal", []
+    return "", []
 
 
 def _page(name: str) -> str:
@@ -91,14 +125,3 @@ def _as_text(page: str) -> Iterator[str]:
             yield f"  -> {action}"
         else:
             yield plain
-
-
-def _explain_run(run: str, *, as_json: bool) -> None:
-    from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
-    from ddptrain.results.show.explanation import explain_run
-
-    place, name = split_run(run, PLACES.runs)
-    view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
-    option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
-    explained = explain_run(view, option)
-    print_result(explained.as_dict(), explained.as_text(), as_json=as_json)

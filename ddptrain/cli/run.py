@@ -74,12 +74,13 @@ def run(
         if not is_module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
             raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
         resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir))
+        shown = given.shown()
         if ignored := given.ignored(ranks=ranks is not None, runs_dir=runs_dir is not None):
             say(f"options of torchrun that have no use here and are ignored: {', '.join(ignored)}")
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(
-            run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, given.shown()
+            run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, shown
         )
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _FIELDS = {
     "--virtual-local-rank": "env.LOCAL_RANK",
 }
 _TEXTS = ("--log-dir", "--role")
-_SHOWN = ("--redirects", "--tee", "--local-ranks-filter")
+_STREAMS = ("--redirects", "--tee")
 _SHORT = {"-r": "--redirects", "-t": "--tee"}
 _SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}  # what ddptrain handles, too
 # With --cluster they say that the launch is one of torchrun's: the number of ranks of a host is 1 if it is not given.
@@ -36,7 +37,8 @@ _IGNORED = (
 )
 _FLAGS = ("--standalone", "--no-python", "--run-path", "--virtual-local-rank")
 _REFUSED = {"--print-completion": "it prints torchrun's completion; that of ddptrain: ddptrain --install-completion"}
-_VALUES = {_NNODES, _PER_NODE, "--signals-to-handle", *_FIELDS, *_SHOWN, *_IGNORED, *_REFUSED} - set(_FLAGS)
+_OTHERS = (_NNODES, _PER_NODE, "--signals-to-handle", "--local-ranks-filter")
+_VALUES = {*_OTHERS, *_FIELDS, *_STREAMS, *_IGNORED, *_REFUSED} - set(_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +61,21 @@ class TorchrunOptions:
         """Return whether a flag is given."""
         return flag in self.given
 
+    def _value(self, name: str) -> str:
+        return self.given[name].value if name in self.given else ""
+
     def ignored(self, *, ranks: bool, runs_dir: bool) -> list[str]:
         """Return what is ignored, as it was typed; `ranks`, `runs_dir`: whether ddptrain's own options are given."""
-        names = [name for name in _IGNORED if name in self.given]
-        if ranks:
-            names += [name for name in (_NNODES, _PER_NODE) if name in self.given and self.given[name].value != "1"]
-        if runs_dir and "--log-dir" in self.given:
-            names.append("--log-dir")
-        signals = self.given.get("--signals-to-handle")
-        if signals and not {word.strip().upper() for word in signals.value.split(",")} <= _SIGNALS:
-            names.append("--signals-to-handle")
-        redirects = self.given.get("--redirects")
-        if redirects and {"1", "2"} & set(_streams("--redirects", redirects).values()):
-            names.append("--redirects")  # stdout and stderr are one log
+        signals = {word.strip().upper() for word in self._value("--signals-to-handle").split(",")} - {""}
+        names = [
+            *(name for name in _IGNORED if self.on(name)),
+            *(name for name in (_NNODES, _PER_NODE) if ranks and self._value(name) not in ("", "1")),
+            *(["--log-dir"] if runs_dir and self.on("--log-dir") else []),
+            *(["--signals-to-handle"] if not signals <= _SIGNALS else []),
+            *(
+                name for name in _STREAMS if self._value(name)[1:] or self._value(name) in ("1", "2")
+            ),  # one log has both
+        ]
         return [re.split(r"[= ]", self.given[name].typed, maxsplit=1)[0] for name in names]
 
     def fields(self, own: Container[str], changed: Container[str]) -> dict[str, str]:
@@ -122,20 +126,17 @@ class TorchrunOptions:
 
     def shown(self) -> Callable[[int], bool] | None:
         """Return what says whether the output of a local rank is shown; None: all is. Raises UsageError."""
-        given = self.given
-        if not any(name in given for name in _SHOWN):
+        for name in _STREAMS:
+            if not re.fullmatch(r"|[0-3]|\d+:[0-3](,\d+:[0-3])*", self._value(name)):
+                raise UsageError(f"{self.given[name].typed}: expected 0 or 3 (all output)")
+        if self._value("--redirects") == "3" and self._value("--tee") in ("", "0"):
+            return lambda local_rank: False
+        if (chosen := self.given.get("--local-ranks-filter")) is None:
             return None
-        redirects, tee = (_streams(name, given.get(name)) for name in ("--redirects", "--tee"))
-        chosen = given.get("--local-ranks-filter")
-        if chosen and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", chosen.value):
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", chosen.value):
             raise UsageError(f"{chosen.typed}: expected numbers of local ranks, as 0,1")
-        ranks = {int(word) for word in chosen.value.split(",")} if chosen else None
-
-        def is_shown(local_rank: int) -> bool:
-            hidden = _of(redirects, local_rank) == "3" and _of(tee, local_rank) == "0"
-            return not hidden and (ranks is None or local_rank in ranks)
-
-        return is_shown
+        ranks = {int(word) for word in chosen.value.split(",")}
+        return lambda local_rank: local_rank in ranks
 
 
 def read(
@@ -161,11 +162,15 @@ def read(
                 rest += itertools.islice(waiting, 1)
             continue
         following = [] if name in _FLAGS or equals else list(itertools.islice(waiting, 1))
-        typed = [word, *following]
-        if problem := _problem(name, has_value=equals or bool(following)):
-            raise UsageError(f"{' '.join(typed)} {problem}")
-        given[name] = Given(following[0] if following else value, " ".join(typed), by_variable=False)
-        taken += typed
+        typed = " ".join([word, *following])
+        if name in _FLAGS and equals:
+            raise UsageError(f"{typed} has a value, which it does not take")
+        if name not in _FLAGS and not (equals or following):
+            raise UsageError(f"{typed} needs a value")
+        if name in _REFUSED:
+            raise UsageError(f"{typed} is not available: {_REFUSED[name]}")
+        given[name] = Given(following[0] if following else value, typed, by_variable=False)
+        taken += [word, *following]
     return TorchrunOptions(given, tuple(taken)), rest
 
 
@@ -201,15 +206,6 @@ def _split(word: str, own: Container[str]) -> tuple[str, bool, str]:
     return dashed if dashed in matches else matches[0], bool(equals), value
 
 
-def _problem(name: str, *, has_value: bool) -> str:
-    """Return what is wrong with an option that was typed, or ""."""
-    if name in _FLAGS:
-        return "has a value, which it does not take" if has_value else ""
-    if not has_value:
-        return "needs a value"
-    return f"is not available: {_REFUSED[name]}" if name in _REFUSED else ""
-
-
 def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Given]]:
     flags = (*_FLAGS, "--module")  # on the command line it is an option of ddptrain's own
     for name in (*_VALUES, *flags):
@@ -234,8 +230,6 @@ def _hosts(nodes: Given | None) -> tuple[int, int]:
 
 def _counted(word: str, cluster: ClusterConfig, typed: str) -> list[str]:
     """Return the fields for as many ranks as a host has cores or GPUs. Raises UsageError, ClusterError."""
-    import os
-
     from ddptrain.gpus import usable_cores, visible_gpus
 
     if not cluster.is_embedded:
@@ -251,25 +245,9 @@ def _counted(word: str, cluster: ClusterConfig, typed: str) -> list[str]:
 
 def _unused(cluster: ClusterConfig) -> str:
     """Return how to use all GPUs of this machine, where one rank starts because no number is given; or ""."""
-    import os
-
     from ddptrain.gpus import visible_gpus
 
     count = len(visible_gpus(os.environ)) if cluster.is_embedded and cluster.gpus != 0 else 0
     if count < 2:
         return ""
     return f"one rank, as torchrun starts, on one of {count} GPUs: --nproc-per-node gpu starts one on each"
-
-
-def _streams(name: str, given: Given | None) -> dict[int | None, str]:
-    """Return the streams (1 stdout, 2 stderr, 3 both) by local rank; None is every rank."""
-    value = given.value if given else "0"
-    if re.fullmatch(r"[0-3]", value):
-        return {None: value}
-    if given and not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", value):
-        raise UsageError(f"{given.typed}: expected 0, 1 (stdout), 2 (stderr) or 3 (both), or RANK:STREAM as 0:3,1:2")
-    return {int(rank): stream for rank, stream in (pair.split(":") for pair in value.split(","))}
-
-
-def _of(streams: Mapping[int | None, str], local_rank: int) -> str:
-    return streams.get(None) or streams.get(local_rank, "0")

@@ -16,8 +16,6 @@ from ddptrain.optional_packages import install_command
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-CONTEXT_NAMES = frozenset({"ctx", "context", ""})  # of a function's first parameter, less underscores around them
-CONTEXT_TYPE = "RankContext"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -153,12 +151,6 @@ def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> st
     return known.prepare or (known.check if is_checked else "")
 
 
-def takes_context(name: str, annotation: str) -> bool:
-    """Return whether the first parameter of a function, with its annotation as text, takes the context."""
-    kind = annotation.strip("'\"").partition("|")[0].strip().rpartition(".")[2]
-    return name.strip("_") in CONTEXT_NAMES or kind == CONTEXT_TYPE
-
-
 def params_model(name: str) -> type[BaseModel] | None:
     """Return the model of a built-in workload's parameters, None for others. Raises ConfigError if there is none."""
     if name not in BUILT_IN:
@@ -202,17 +194,16 @@ def of_file(name: str) -> str:
 
 
 def _unknown(name: str, known: list[str]) -> Problem:
-    where = f'workload "{shorten(name)}"'
+    where, message = f'workload "{shorten(name)}"', "is not of the form package.module:function"
+    dotted = re.fullmatch(r"([^\W\d]\w*(?:\.\w+)*)\.([^\W\d]\w*)", name)
     if ":" in name:
         hint = of_file(name) or "as in mypackage.training:train"
-        return Problem(where, "", "is not of the form package.module:function", hint)
-    if name.endswith(".py"):
+    elif name.endswith(".py"):
         hint = f"{of_file(f'{name}:train')} A script is workload: {{script: {shorten(name)}}}".strip()
-        return Problem(where, "", "is not of the form package.module:function", hint)
-    if (dotted := re.fullmatch(r"([^\W\d]\w*(?:\.\w+)*)\.([^\W\d]\w*)", name)) is not None:
+    elif dotted is not None:
         hint = f"did you mean {dotted[1]}:{dotted[2]}?"
-        return Problem(where, "", "is not of the form package.module:function", hint)
-    hint = did_you_mean(name, known)
-    if "known are" not in hint:
-        hint += f" Known are: {', '.join(sorted(known))}"
-    return Problem(where, "", "there is no such workload", f"{hint}; your own is package.module:function")
+    else:
+        message, match = "there is no such workload", did_you_mean(name, known)
+        match += "" if "known are" in match else f" Known are: {', '.join(sorted(known))}"
+        hint = f"{match}; your own is package.module:function"
+    return Problem(where, "", message, hint)

@@ -278,17 +278,12 @@ class RunConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _gate_follows_the_best_checkpoint(cls, data: Any) -> Any:
+    def _defaults_that_depend_on_other_sections(cls, data: Any) -> Any:
         match data:
             case {"retrain": dict(retrain), "checkpoint": {"metric": str(metric), **more}}:
                 mode = more.get("mode", "min")
                 if "gate" not in retrain and metric and mode in ("min", "max"):  # errors name the fields of checkpoint
-                    return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _built_in_workloads_stop_at_nan(cls, data: Any) -> Any:
+                    data = {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
         match data:
             case {"workload": str(workload)} if is_built_in(workload):
                 failure = data.get("failure", {})
@@ -297,26 +292,16 @@ class RunConfig(Strict):
         return data
 
     @model_validator(mode="after")
-    def _params_are_a_functions(self) -> Self:
+    def _sections_fit_together(self) -> Self:
         if self.script is not None and self.params:
             raise wrong_field(
                 "params", "is given, but the workload is a script", "a script takes workload.args, as [--lr, 0.1]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluate_is_of_a_function(self) -> Self:
-        if self.evaluate is None:
-            return self
-        if self.script is not None:
+        if self.evaluate is not None and self.script is not None:
             hint = "name the file with its metrics as workload.metrics"
             raise wrong_field("evaluate", "is given, but the workload is a script", hint)
-        if is_built_in(self.workload):
+        if self.evaluate is not None and is_built_in(self.workload):
             raise wrong_field("evaluate", f"is given, but {self.workload} has its own evaluation", "leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _unchanged_data_are_seen(self) -> Self:
         asked = self.retrain is not None and self.retrain.if_unchanged == "skip"
         if asked and not is_built_in(self.workload) and not self.data.sources:
             raise wrong_field(
@@ -324,26 +309,11 @@ class RunConfig(Strict):
                 "is skip, but data.sources is empty, so ddptrain cannot see whether the data have changed",
                 "name what the workload reads in data.sources, as [data/], or write if_unchanged: train",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _profiled_ranks_exist(self) -> Self:
-        profiled = (self.profile.ranks if self.profile else None) or ()
-        ranks = self.cluster.ranks
-        if not profiled or ranks == "auto":
-            return self
-        most = ranks if isinstance(ranks, int) else ranks.max
-        if (highest := max(profiled)) >= most:
+        most, highest = self.cluster.slots, max((self.profile.ranks if self.profile else None) or [0])
+        if most is not None and highest >= most:
             hint = f"write ranks from 0 to {most - 1}" if most > 1 else "write [0]"
             raise wrong_field("profile.ranks", f"has {highest}, but the run has at most {most} ranks", hint)
-        return self
-
-    @model_validator(mode="after")
-    def _nccl_has_gpus(self) -> Self:
         if self.dist.backend == "nccl" and self.cluster.gpus == 0:
-            raise wrong_field(
-                "dist.backend",
-                "is nccl, which needs GPUs, but cluster.gpus is 0",
-                "write dist.backend: gloo, or leave it at auto",
-            )
+            hint = "write dist.backend: gloo, or leave it at auto"
+            raise wrong_field("dist.backend", "is nccl, which needs GPUs, but cluster.gpus is 0", hint)
         return self

@@ -127,17 +127,15 @@ class Schema:
     params: type[BaseModel] | None
 
     def keys(self) -> list[str]:
-        """Return all full keys, as cluster.ranks."""
-        params = [f"params.{key}" for key in _dotted_keys(self.params)] if self.params else []
-        return [*_dotted_keys(self.run), *params]
+        """Return the full keys of all fields and of those of their sections, as cluster.ranks."""
+        first = self.siblings(())
+        return [*first, *(f"{section}.{name}" for section in first for name in self.siblings((section,)))]
 
     def siblings(self, parent: PathKey) -> list[str]:
         """Return the known keys of the mapping at `parent`; empty if any key is allowed."""
+        models = [self.run]
         if parent[:1] == ("params",):
-            models = [self.params] if self.params else []
-            parent = parent[1:]
-        else:
-            models = [self.run]
+            models, parent = [self.params] if self.params else [], parent[1:]
         for part in (name for name in parent if isinstance(name, str)):
             # The parts that are no fields are names in a mapping of models, as in sweep.space.
             models = [inner for model in models for inner in _models_in(_fields(model).get(part, model))]
@@ -153,14 +151,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from _models_in(argument)
-
-
-def _dotted_keys(model: type[BaseModel]) -> Iterator[str]:
-    for name, annotation in _fields(model).items():
-        yield name
-        for below in _models_in(annotation):
-            if below is not model:
-                yield from (f"{name}.{key}" for key in _fields(below))
 
 
 def explain(error: ValidationError, document: Document, schema: Schema, prefix: PathKey = ()) -> list[Problem]:
@@ -232,20 +222,14 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
         return str(removed)
     siblings = schema.siblings(parent)
     match = nearest(name, siblings)
-    elsewhere = [key for key in schema.keys() if key.rpartition(".")[2] == name]  # noqa: SIM118
-    if match is None and (below := _key_below(name, parent, schema)):
-        return f"did you mean {below}?"
-    if match is None and elsewhere:
-        return f"did you mean {elsewhere[0]}?"
+    if match is None:  # the key of one of the sections beside it, as cluster.ssh.hosts for cluster.hosts, or elsewhere
+        below = [dotted((*parent, each, name)) for each in siblings if name in schema.siblings((*parent, each))]
+        elsewhere = [key for key in schema.keys() if key.rpartition(".")[2] == name]  # noqa: SIM118
+        if found := [*(below if parent else ()), *elsewhere]:
+            return f"did you mean {found[0]}?"
     if len(longer := [dotted((*parent, each)) for each in siblings if each.startswith(f"{name}_")]) > 1:
         return f"did you mean {', '.join(longer[:-1])} or {longer[-1]}?"  # every: every_epochs, every_steps, ...
     return f"did you mean {dotted((*parent, match))}?" if match else did_you_mean(name, siblings)
-
-
-def _key_below(name: str, parent: PathKey, schema: Schema) -> str | None:
-    """Return the key of that name in one of the sections beside it, as cluster.ssh.hosts for cluster.hosts."""
-    sections = [section for section in schema.siblings(parent) if name in schema.siblings((*parent, section))]
-    return dotted((*parent, sections[0], name)) if parent and sections else None
 
 
 def _value_hint(path: PathKey, value: object, types: set[str], choices: Sequence[str]) -> str:

@@ -106,7 +106,7 @@ def check_workload(resolved: ResolvedConfig) -> None:
         file = next(filter(Path.is_file, candidates), None)
         # Python does not compile a .pyc file, nor a zip file with a module __main__.
         files = [file] if file is not None and file.suffix != ".pyc" and not zipfile.is_zipfile(file) else []
-        module, key = "", "workload.script" if resolved.place else ""
+        module, key = "", "" if resolved.place in ("", COMMAND_LINE) else "workload.script"
     else:
         module, _, function = workload_target(config.workload_name).partition(":")
         parts, key = module.split("."), "workload"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
@@ -135,7 +136,7 @@ class RankSpecs:
         ]
 
 
-def rank_sections(config: RunConfig, *, profile: bool = True) -> RunConfig:
+def rank_sections(config: RunConfig, *, profile: bool = True) -> SimpleNamespace:
     """Return the sections of the configuration as ranks get them. `profile`: whether the ranks record what it says."""
     raw = config.model_dump(mode="json", exclude={"params", "env"})
     return sections(raw if profile else {**raw, "profile": None})

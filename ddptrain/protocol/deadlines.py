@@ -14,12 +14,9 @@ its ranks; it sends some at least every alive_s().
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ddptrain.protocol.rank_spec import RankSpec
-
-if TYPE_CHECKING:
-    from ddptrain.config.run_config import FailureConfig
 
 # The driver, after a fault.
 SETTLE_S = 0.15  # after the first fault, because an earlier fault of another rank may still arrive
@@ -49,7 +46,8 @@ UPLOAD_S = 900.0  # for the last uploads to an object store
 
 def preempt_s(spec: RankSpec) -> float:
     """Return the time in which ranks must save after a preemption notice; `spec` is rank 0's."""
-    return spec.config.failure.grace_s - min(STOP_MARGIN_S, spec.config.failure.grace_s / 4)
+    grace_s: float = spec.config.failure.grace_s
+    return grace_s - min(STOP_MARGIN_S, grace_s / 4)
 
 
 def at_once_s(spec: RankSpec) -> float:
@@ -59,10 +57,15 @@ def at_once_s(spec: RankSpec) -> float:
 
 def hung_s(spec: RankSpec) -> float:
     """Return the grace period of ranks that hang; `spec` is rank 0's."""
-    return min(_TRACKERS_S if spec.tracking else _HUNG_S, spec.config.failure.grace_s)
+    grace_s: float = spec.config.failure.grace_s
+    return min(_TRACKERS_S if spec.tracking else _HUNG_S, grace_s)
 
 
-def alive_s(failure: FailureConfig) -> float:
-    """Return the seconds between two messages of a worker about ranks that are silent: short enough for both limits."""
-    limit_s = failure.hang_timeout_s if isinstance(failure.hang_timeout_s, float) else failure.lost_after_s
-    return min(_ALIVE_S, failure.lost_after_s / 4, limit_s / 4)
+def alive_s(failure: Any) -> float:
+    """Return the seconds between two messages of a worker about ranks that are silent: short enough for both limits.
+
+    failure: the section of the configuration, or its copy in a spec.
+    """
+    lost_s: float = failure.lost_after_s
+    limit_s = failure.hang_timeout_s if isinstance(failure.hang_timeout_s, float) else lost_s
+    return min(_ALIVE_S, lost_s / 4, limit_s / 4)

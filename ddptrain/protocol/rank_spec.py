@@ -10,14 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self
 
 from ddptrain import __version__
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
-
-if TYPE_CHECKING:
-    from ddptrain.config.run_config import RunConfig
 
 LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
@@ -193,7 +190,7 @@ class HostSettings:
 class RankSpec:
     """Everything that one rank needs to run.
 
-    `config` has the sections of the configuration, as `spec.config.failure.nan`: plain values, without the methods and
+    `config` has the sections of a RunConfig, as `spec.config.failure.nan`: plain values, without the methods and
     properties of config/run_config.py, whose import would delay a rank that starts cold by some tenths of a second.
     `env` and `params` are not among them, because `env` and `code` have those of this rank. `resume_from` is the folder
     of the checkpoint to load, that of step `resume_step`; "" to start from scratch. `env` are the environment variables
@@ -203,7 +200,7 @@ class RankSpec:
     run_id: str
     attempt: int
     rank: int
-    config: RunConfig = field(repr=False)
+    config: Any = field(repr=False)
     placement: Placement
     group: ProcessGroup
     code: Code
@@ -269,10 +266,10 @@ def _fields(part: Any) -> dict[str, Any]:
 _ENCODER = json.JSONEncoder(default=_fields)
 
 
-def sections(raw: Mapping[str, Any]) -> RunConfig:
+def sections(raw: Mapping[str, Any]) -> SimpleNamespace:
     """Return the sections of a configuration, from its JSON data, as they are in a spec."""
     found = {name: SimpleNamespace(**each) if isinstance(each, dict) else each for name, each in raw.items()}
-    return cast("RunConfig", SimpleNamespace(**found))
+    return SimpleNamespace(**found)
 
 
 def _decoded(kind: Any, raw: dict[str, Any]) -> Any:

@@ -74,16 +74,15 @@ class SavedTensor:
             end = [min(a + n, b + m) for a, n, b, m in zip(first, wanted, part.offset, part.size, strict=True)]
             if any(b >= e for b, e in zip(begin, end, strict=True)) or not math.prod(part.size):
                 continue
-            stored = np.memmap(part.file, kind, "r", part.start, part.size)
-            result[_window(begin, end, first)] = stored[_window(begin, end, part.offset)]
+            target, source = (
+                tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
+                for origin in (first, part.offset)
+            )
+            result[target] = np.memmap(part.file, kind, "r", part.start, part.size)[source]
             copied += math.prod(e - b for b, e in zip(begin, end, strict=True))
         if copied != result.size:
             raise SlicesError(f"{copied} of {result.size} values at offset {list(first)} are in the files")
         return result
-
-
-def _window(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
 
 
 def shard_file(kind: str, rank: int) -> str:
@@ -124,7 +123,7 @@ def saved_model(folder: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:
 
 def read_shards(folder: Path, kind: str) -> tuple[dict[str, SavedTensor], dict[str, str]]:
     """Return the tensors in the shard files of one kind, and names of tied ones. Raises SlicesError, OSError."""
-    parts: dict[str, list[SavedTensor]] = {}  # each with one slice
+    tensors: dict[str, SavedTensor] = {}
     tied: dict[str, str] = {}
     for file in sorted(folder.glob(f"{kind}.rank-*.safetensors")):
         slices, metadata = _slices(file)
@@ -133,21 +132,18 @@ def read_shards(folder: Path, kind: str) -> tuple[dict[str, SavedTensor], dict[s
             tied.update({str(name): str(kept) for name, kept in more.items()})
             for name, (dtype, part) in slices.items():
                 shape, offset = (_sizes(numbers) for numbers in places[name])
-                ends = [first + n for first, n in zip(offset, part.size, strict=True)]
-                if any(end > whole for end, whole in zip(ends, shape, strict=True)):
+                if any(at + n > whole for at, n, whole in zip(offset, part.size, shape, strict=True)):
                     raise ValueError(f"the slice of {name} is not inside of the tensor")
-                parts.setdefault(name, []).append(SavedTensor(dtype, shape, (replace(part, offset=offset),)))
+                known = tensors.get(name, SavedTensor(dtype, shape, ()))
+                if (known.dtype, known.shape) != (dtype, shape):
+                    raise ValueError(f"slices of {name} are of different types, or of tensors of different shapes")
+                tensors[name] = replace(known, slices=(*known.slices, replace(part, offset=offset)))
         except _DAMAGED as error:
             raise SlicesError(f"{file} is damaged: {error}") from error
-    tensors: dict[str, SavedTensor] = {}
-    for name, (first, *others) in parts.items():
-        if any((each.dtype, each.shape) != (first.dtype, first.shape) for each in others):
-            raise SlicesError(f"slices of {name} are of different types, or of tensors of different shapes")
-        of_all = tuple(part for each in (first, *others) for part in each.slices)
-        present, wanted = sum(math.prod(part.size) for part in of_all), math.prod(first.shape)
+    for name, tensor in tensors.items():
+        present, wanted = sum(math.prod(part.size) for part in tensor.slices), math.prod(tensor.shape)
         if present != wanted:
             raise SlicesError(f"{present} of the {wanted} values of {name} are in the files of the ranks")
-        tensors[name] = SavedTensor(first.dtype, first.shape, of_all)
     return tensors, {name: kept for name, kept in tied.items() if kept in tensors}
 
 

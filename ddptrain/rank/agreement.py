@@ -233,7 +233,6 @@ class Agreement:
 
 
 GROUP_NAME = "ddptrain"  # the description of the process group
-_CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notice that they are in different calls
 
 
 class CollectiveValues:
@@ -243,40 +242,25 @@ class CollectiveValues:
     """
 
     def __init__(self, spec: RankSpec) -> None:
-        self._spec = spec
+        self._timeout = dt.timedelta(seconds=spec.group.timeout_s)
         self._group: Any = None
 
     def mean(self, value: float | torch.Tensor, weight: float) -> float:
         """Return the mean over all ranks, each with its `weight`; NaN if all weights are 0."""
         import torch
+        from torch import distributed
 
         number = value.detach().double().mean().item() if isinstance(value, torch.Tensor) else float(value)
-        total, weights = self._sum("mean", number * weight, weight)
-        return total / weights if weights else float("nan")
+        sums = torch.tensor([number * weight, weight], dtype=torch.float64)
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo", timeout=self._timeout, group_desc=GROUP_NAME)
+        distributed.all_reduce(sums, group=self._group)
+        total, weights = sums.tolist()
+        return float(total / weights) if weights else float("nan")
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
         """Return whether all numbers of all ranks are finite: the same result on all ranks."""
         import torch
 
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        (bad, _) = self._sum("all_finite", float(not bool(torch.isfinite(tensor).all())), 0.0)
-        return not bad
-
-    def _sum(self, name: str, first: float, second: float) -> tuple[float, float]:
-        """Return the sums of both numbers over all ranks. Raises RuntimeError if ranks are in different calls."""
-        import torch
-        from torch import distributed
-
-        code = _CODES[name]
-        sums = torch.tensor([code, code * code, first, second], dtype=torch.float64)
-        if self._group is None:
-            timeout = dt.timedelta(seconds=self._spec.group.timeout_s)
-            self._group = distributed.new_group(backend="gloo", timeout=timeout, group_desc=GROUP_NAME)
-        distributed.all_reduce(sums, group=self._group)
-        size = self._spec.placement.world_size
-        if sums[:2].tolist() != [size * code, size * code * code]:
-            raise RuntimeError(
-                f"rank {self._spec.rank} is in ctx.{name}, other ranks are in another call: "
-                "all ranks must call ctx.mean and ctx.all_finite in the same order"
-            )
-        return float(sums[2]), float(sums[3])
+        return self.mean(float(bool(torch.isfinite(tensor).all())), 1.0) == 1.0

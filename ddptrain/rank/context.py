@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankSpec, StepProfile
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.agreement import Agreement, CollectiveValues, PreemptedExit
 from ddptrain.rank.checkpoint.checkpoints import Checkpoints, Resumed
 from ddptrain.rank.gradients import GradientSteps
 from ddptrain.rank.loader import Loaders, RankLoader, make_loader
 from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, whole
-from ddptrain.rank.profile import Profiles
+from ddptrain.rank.profile import StepProfiler
 from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:
@@ -30,7 +30,15 @@ __all__ = ["PreemptedExit", "RankContext", "Resumed"]
 
 
 class RankContext:
-    """A rank's view of its run. The process group is initialized as long as a workload has a context."""
+    """A rank's view of its run. The process group is initialized as long as a workload has a context.
+
+    - `run_id`: the run's name in the runs folder; `attempt`: the number of this attempt, from 1
+    - `rank`: this process among all `world_size` processes of the run, from 0; `device`: its `torch.device`
+    - `local_rank`: this process among the run's `local_world_size` processes on its host, from 0
+    - `node_rank`: this host among the run's hosts, from 0
+    - `inputs`: the folder with what the driver has prepared (a `Path`); None if the workload prepares nothing
+    - `resume_folder`: the folder of the checkpoint from which this attempt resumes (a `Path`); None if there is none
+    """
 
     def __init__(
         self,
@@ -41,63 +49,23 @@ class RankContext:
         tracked: RankTrackers | None = None,
     ) -> None:
         """`agreement` and `tracked` may exist before the context, because a command to end can arrive earlier."""
-        self.device = device
+        place = spec.placement
+        self.run_id, self.attempt, self.rank, self.device = spec.run_id, spec.attempt, spec.rank, device
+        self.world_size, self.node_rank = place.world_size, place.node_rank
+        self.local_rank, self.local_world_size = place.local_rank, place.local_world_size
+        self.inputs = Path(spec.code.inputs) if spec.code.inputs else None
+        self.resume_folder = Path(spec.resume_from) if spec.resume_from else None
         self._spec, self._emitter = spec, emitter
         self._files = ArtifactFiles(spec, emitter)
         self._tracked = tracked or RankTrackers(spec, emitter)
         self._agreement = agreement or Agreement(spec)
-        self._profiles = Profiles(spec, device, self._files, emitter)
+        self._profiler = StepProfiler(spec, device, self._files, emitter)
         self._values = CollectiveValues(spec)
         self._loaders = Loaders()
         self._gradients = GradientSteps(device, is_last_batch=self._loaders.is_at_last_batch)
         self._gradients.use(spec.config.prepare.precision, spec.config.prepare.accumulate)
         parts = self._agreement, self._tracked, self._files, self._loaders, self._gradients
         self._checkpoints = Checkpoints(spec, emitter, device, *parts)
-
-    @property
-    def run_id(self) -> str:
-        """The run's name in the runs folder."""
-        return self._spec.run_id
-
-    @property
-    def attempt(self) -> int:
-        """The number of this attempt, from 1."""
-        return self._spec.attempt
-
-    @property
-    def rank(self) -> int:
-        """This process among all processes of the run, from 0 to world_size - 1."""
-        return self._spec.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the run."""
-        return self._spec.placement.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """This process among the run's ranks on its host, from 0."""
-        return self._spec.placement.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """The number of the run's ranks on this host."""
-        return self._spec.placement.local_world_size
-
-    @property
-    def node_rank(self) -> int:
-        """This host among the run's hosts, from 0."""
-        return self._spec.placement.node_rank
-
-    @property
-    def inputs(self) -> Path | None:
-        """The folder with the inputs that the driver has prepared; None if the workload prepares nothing."""
-        return Path(self._spec.code.inputs) if self._spec.code.inputs else None
-
-    @property
-    def resume_folder(self) -> Path | None:
-        """The folder of the checkpoint from which this attempt resumes; None if it starts from scratch."""
-        return Path(self._spec.resume_from) if self._spec.resume_from else None
 
     @property
     def preempted(self) -> bool:
@@ -129,7 +97,7 @@ class RankContext:
         self._log(numbers(values), step, optional("epoch", epoch))
         if step is not None:
             self._checkpoints.logged(step)
-            self._profiles.reported(step)
+            self._profiler.reported(step)
 
     def _log(self, values: dict[str, float], step: int | None, epoch: float | None) -> None:
         event = events.Metrics(time.time_ns(), values, step, epoch)
@@ -185,7 +153,7 @@ class RankContext:
         """
         self._emitter.progress(number("done", done), optional("total", total), unit)
         if unit == "steps":
-            self._profiles.reported(int(done))
+            self._profiler.reported(int(done))
 
     def say(self, text: str) -> None:
         """Print a line on rank 0; do nothing on the other ranks."""
@@ -241,14 +209,19 @@ class RankContext:
         """
         from ddptrain.rank.prepare import prepare_model, use_compile_cache
 
-        options: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
-        options |= {"accumulate": accumulate, "strategy": strategy, "shard": shard}
-        options |= {"activation_checkpointing": activation_checkpointing}
-        settings = {
-            **vars(self._spec.config.prepare),
-            **{name: value for name, value in options.items() if value is not None},
+        given: dict[str, Any] = {
+            "precision": precision,
+            "compile": compile,
+            "channels_last": channels_last,
+            "accumulate": accumulate,
         }
-        settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
+        given |= {"strategy": strategy, "shard": shard, "activation_checkpointing": activation_checkpointing}
+        settings: dict[str, Any] = {
+            **vars(self._spec.config.prepare),
+            **{name: value for name, value in given.items() if value is not None},
+            "hosts": self._spec.placement.hosts,
+            "ranks_on_host": self.local_world_size,
+        }
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         if settings.get("compile"):
             use_compile_cache(self._spec)
@@ -301,6 +274,7 @@ class RankContext:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        with_epoch: bool = False,
         **more: Any,
     ) -> RankLoader:
         """Return a DataLoader over this rank's part of the data.
@@ -310,12 +284,13 @@ class RankContext:
         `batch_size` is the number of samples per rank; `more` are arguments of DataLoader, such as num_workers. len()
         is the number of batches in an epoch, `remaining` the number of batches that are left. Checkpoints contain the
         position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
-        identified by their order of creation.
+        identified by their order of creation. With `with_epoch` the data set is asked for (index, epoch) instead of
+        index, so that its augmentation can depend on the epoch and not on the number of ranks or workers.
 
         Raises:
             TypeError: the data has no length, or `more` has a sampler.
         """
-        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
+        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "with_epoch": with_epoch, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
         self._loaders.add(loader)
         return loader
@@ -333,7 +308,7 @@ class RankContext:
         must call it: `if ctx.rank == 0: ctx.mean(...)` makes the run fail.
 
         Raises:
-            RuntimeError: other ranks are in another call, or have ended.
+            RuntimeError: other ranks have ended.
         """
         return self._values.mean(value, weight)
 
@@ -343,7 +318,7 @@ class RankContext:
         All ranks must call it.
 
         Raises:
-            RuntimeError: other ranks are in another call, or have ended.
+            RuntimeError: other ranks have ended.
         """
         return self._values.all_finite(value)
 
@@ -405,10 +380,10 @@ class RankContext:
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         step = whole("step", step)
-        self._profiles.reported(step)
+        self._profiler.reported(step)
         saved, ends = self._checkpoints.save(model, optimizer, step, epoch, metrics or {}, rank_state, more, last=last)
         if ends:
-            self._profiles.close(complete=False)
+            self._profiler.close(complete=False)
             self._emitter.emit(events.Preempted(time.time_ns(), step))
             raise PreemptedExit
         return saved
@@ -418,7 +393,7 @@ class RankContext:
 
         Return whether it was complete within `deadline_s` seconds. Raises OSError if it could not be written.
         """
-        self._profiles.close(complete=not failed)
+        self._profiler.close(complete=not failed)
         return self._checkpoints.close(deadline_s, failed=failed)
 
     def resume(
@@ -436,23 +411,5 @@ class RankContext:
             ValueError, OSError: files of the checkpoint are damaged or missing.
         """
         resumed = self._checkpoints.load(model, optimizer, more)
-        self._profiles.reported(resumed.step if resumed is not None else 0)
+        self._profiler.reported(resumed.step if resumed is not None else 0)
         return resumed
-
-    def profile(self, steps: tuple[int, int], *, ranks: Sequence[int] | None = None) -> None:
-        """Record the steps `steps[0]` to `steps[1]` (counted from 1, both included) with torch.profiler.
-
-        `ranks`: None for every rank that calls this method. Writes a Chrome trace,
-        artifacts/profile/steps-<a>-<b>/rank-<r>.pt.trace.json.gz.
-
-        A step is complete when the workload reports it with ctx.checkpoint(step=), ctx.log(step=) or
-        ctx.progress(unit="steps"). The profile begins at the first report of a step >= steps[0] - 1 (with steps[0] = 1
-        in this call) and ends at the first report of a step >= steps[1]. A profile that fails is a warning.
-
-        Raises:
-            TypeError: a step or a rank is not an integer.
-            ValueError: the steps are reversed, below 1 or more than 100, or another profile is not over.
-        """
-        first, last = (whole("step", step) for step in steps)
-        wanted = StepProfile(first, last, tuple(whole("rank", rank) for rank in ranks or ()))
-        self._profiles.record(wanted, self._agreement.step)

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-from ddptrain.config.plugin_names import takes_context
-
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -104,7 +102,9 @@ def _is_for_context(first: inspect.Parameter) -> bool:
         return True
     hint = first.annotation
     name = hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", getattr(hint, "__name__", str(hint)))
-    return first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) and takes_context(first.name, name)
+    is_context = name.strip("'\"").partition("|")[0].strip().rpartition(".")[2] == "RankContext"
+    is_positional = first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return is_positional and (is_context or first.name.strip("_") in ("ctx", "context", ""))
 
 
 def _converted(parameters: list[inspect.Parameter], params: Mapping[str, Any]) -> dict[str, Any]:

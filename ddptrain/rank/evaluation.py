@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,6 @@ class SavedCheckpoint:
         return read_state(self.path)
 
 
-_MAX_METRICS = 1000
 _MAX_REASON_CHARS = 300
 _TOLERANCE = 1e-3  # relative; sums on GPUs are not exactly equal
 
@@ -82,7 +81,12 @@ def evaluate(
     Raises TypeError or ValueError if the function does not return numbers by name, or ranks return different numbers.
     """
     score: Evaluate = load_function(function)
-    checkpoints = saved_checkpoints(targets, params, data)
+    compared = {each["name"]: Path(each["folder"]) for each in targets}
+    shared: dict[str, Any] = {"params": params, "data": data, "compared": compared}
+    checkpoints = [
+        SavedCheckpoint(each["name"], compared[each["name"]], each["step"], each["epoch"], each["metrics"], **shared)
+        for each in targets
+    ]
     scores: dict[str, dict[str, float | str]] = {}
     failures: dict[str, str] = {}
     for position, checkpoint in enumerate(checkpoints):
@@ -99,18 +103,6 @@ def evaluate(
     return {"scores": scores, "failures": failures, "notes": notes}
 
 
-def saved_checkpoints(
-    targets: Sequence[Mapping[str, Any]], params: Mapping[str, Any], data: str | None
-) -> list[SavedCheckpoint]:
-    """Return the checkpoints that the driver has named."""
-    compared = {each["name"]: Path(each["folder"]) for each in targets}
-    shared: dict[str, Any] = {"params": params, "data": data, "compared": compared}
-    return [
-        SavedCheckpoint(each["name"], compared[each["name"]], each["step"], each["epoch"], each["metrics"], **shared)
-        for each in targets
-    ]
-
-
 def checked_metrics(value: Any) -> dict[str, float]:
     """Return the result of an evaluation as numbers by name; NaN and infinities stay. Raises TypeError, ValueError."""
     if not isinstance(value, Mapping) or not value:
@@ -118,8 +110,6 @@ def checked_metrics(value: Any) -> dict[str, float]:
             f"the function that evaluates returned {type(value).__name__} {str(value)[:80]!r}: it must return a dict "
             "of numbers, as {'val/loss': 2.1}"
         )
-    if len(value) > _MAX_METRICS:
-        raise ValueError(f"the function that evaluates returned {len(value):,} metrics: at most {_MAX_METRICS:,}")
     metrics = {}
     for name, each in value.items():
         if not isinstance(name, str) or not name.strip() or not name.isprintable():

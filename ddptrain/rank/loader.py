@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data._utils import worker
 
 
-class RankSampler(Sampler[int]):
+class RankSampler(Sampler[Any]):
     """This rank's indices in an epoch: all ranks draw the same order, and take samples from it in turn.
 
     The first `taken` samples of the order are skipped, because ranks read them before a resume. If the rest can't be
@@ -23,16 +23,26 @@ class RankSampler(Sampler[int]):
     """
 
     def __init__(
-        self, data: Sized, rank: int, world_size: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool
+        self,
+        data: Sized,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        with_epoch: bool = False,
     ) -> None:
         self._data, self._rank, self._world_size = data, rank, world_size
         self._step = batch_size * world_size
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._shuffle, self._seed, self._drop_last, self._with_epoch = shuffle, seed, drop_last, with_epoch
         self.epoch = 1
         self.taken = 0
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order()[self._rank :: self._world_size].tolist())
+    def __iter__(self) -> Iterator[Any]:
+        own = self._order()[self._rank :: self._world_size].tolist()
+        return iter([(index, self.epoch) for index in own] if self._with_epoch else own)
 
     def __len__(self) -> int:
         """Return the number of this rank's samples in the whole epoch, independent of the position."""
@@ -142,6 +152,7 @@ def make_loader(
     shuffle: bool,
     seed: int,
     drop_last: bool,
+    with_epoch: bool = False,
     **more: Any,
 ) -> RankLoader:
     """Create the loader for ctx.loader; `more` are arguments of DataLoader.
@@ -152,7 +163,8 @@ def make_loader(
         raise TypeError(f"ctx.loader needs data that has a length, not {dataset!r}: use torch's DataLoader for it")
     if own := more.keys() & {"sampler", "batch_sampler"}:
         raise TypeError(f"ctx.loader has a sampler of its own: leave {min(own)} out, or use torch's DataLoader")
-    sampler = RankSampler(dataset, rank, world_size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    how: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "with_epoch": with_epoch}
+    sampler = RankSampler(dataset, rank, world_size, batch_size, **how)
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": more.get("num_workers", 0) > 0,

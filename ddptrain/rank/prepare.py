@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -17,7 +18,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddptrain.file_ops import make_private, why_not_private
 from ddptrain.protocol.rank_spec import RankSpec
 
 if TYPE_CHECKING:
@@ -174,15 +174,13 @@ _TORCHS_OWN = "torchinductor_"  # torch sets the variable to its default, <tmp>/
 def use_compile_cache(spec: RankSpec) -> None:
     """Have inductor keep generated code below the user's cache folder, unless the user has named a folder.
 
-    The code is executed, so the staging folder of the rank is used if others can write to the cache folder.
+    The code is executed, so the staging folder of the rank is used if the cache folder is not this user's.
     """
     chosen = spec.env.get(_VARIABLE, "")
     if chosen and not Path(chosen).name.startswith(_TORCHS_OWN):
         return
     root = platformdirs.user_cache_path("ddptrain") / "compile"
-    try:
-        make_private(root)
-        is_private = not why_not_private(root, root.lstat())
-    except OSError:
-        is_private = False
-    os.environ[_VARIABLE] = str(root if is_private else Path(spec.host.staging) / "compile")
+    with suppress(OSError):
+        root.mkdir(0o700, parents=True, exist_ok=True)
+    is_own = root.is_dir() and os.access(root, os.W_OK) and root.stat().st_uid == os.getuid()
+    os.environ[_VARIABLE] = str(root if is_own else Path(spec.host.staging) / "compile")

@@ -22,42 +22,22 @@ HOW_TO_REPORT = "report each step, with ctx.checkpoint(step=...), ctx.log(..., s
 _GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
 
 
-class Profiles:
-    """The profiles of a rank, one at a time: that of the configuration, and those of ctx.profile.
+class StepProfiler:
+    """The profile of this rank, if the section `profile` of the configuration names some of its steps.
 
     The workload reports the number of each step. A profile of the steps a to b begins at the first report of a step >=
     a - 1 and ends at the first report of a step >= b. A failed profile does not end the training.
     """
 
     def __init__(self, spec: RankSpec, device: torch.device, files: ArtifactFiles, emitter: Emitter) -> None:
-        self._rank, self._world_size = spec.rank, spec.placement.world_size
-        self._device, self._files, self._emitter = device, files, emitter
-        self._wanted: StepProfile | None = None  # None while there is no profile, which costs no time
+        self._rank, self._device, self._files, self._emitter = spec.rank, device, files, emitter
+        wanted, last_rank = spec.profile, spec.placement.world_size - 1
+        self._wanted = wanted if wanted is not None and wanted.includes(spec.rank) else None  # None when it is over
         self._profile: profile | None = None  # while it records
         self._step = -1  # the last reported step
-        self._began_after = self._last = 0
-        if spec.profile is not None:
-            self._watch(spec.profile)
-
-    def record(self, wanted: StepProfile, step: int) -> None:
-        """Record the steps for ctx.profile; `step` is the newest that is known. Raises ValueError."""
-        if problem := wanted.problem:
-            raise ValueError("ctx.profile(steps={}): {}; {}".format((wanted.first, wanted.last), *problem))
-        if self._wanted is not None:
-            raise ValueError(
-                f"ctx.profile: the profile of {self._wanted} is not over; leave out one of them (the section "
-                "`profile` of the configuration counts, too)"
-            )
-        self._watch(wanted)
-        self.reported(max(step, self._last))
-
-    def _watch(self, wanted: StepProfile) -> None:
-        missing = sorted(rank for rank in set(wanted.ranks) if not 0 <= rank < self._world_size)
-        if missing and self._rank == 0:
-            names = ", ".join(map(str, missing[:10]))
-            note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self._world_size - 1}")
-        if wanted.includes(self._rank):
-            self._wanted, self._step = wanted, -1
+        self._began_after = 0
+        if wanted is not None and (missing := [rank for rank in wanted.ranks if rank > last_rank]) and spec.rank == 0:
+            self._note(f"there is no rank {', '.join(map(str, missing))}: the run has ranks 0 to {last_rank}")
 
     def reported(self, step: int) -> None:
         """Handle the report that the workload has completed `step` (0: that it is about to begin)."""
@@ -111,7 +91,7 @@ class Profiles:
     def _save(self, wanted: StepProfile, recorded: profile) -> None:
         """Stop recording, compress the trace and announce it as an artifact. Raises OSError."""
         began = time.monotonic()
-        self._wanted, self._profile, self._last = None, None, self._step
+        self._wanted = self._profile = None
         recorded.stop()
         steps = StepProfile(self._began_after + 1, self._step)
         folder = f"{FOLDER}/steps-{steps.first}-{steps.last}"
@@ -125,31 +105,27 @@ class Profiles:
         self._files.announce(f"{folder}/rank-{self._rank}.pt.trace.json.gz", staged)
         if self._rank == wanted.speaker:
             took_s = time.monotonic() - began
-            note(self._emitter, f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
+            self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
 
     def _end(self, wanted: StepProfile, reason: str, level: str = "warning") -> None:
         """End a profile that has recorded nothing."""
-        self._wanted, self._profile, self._last = None, None, self._step
+        self._wanted = self._profile = None
         if level and self._rank == wanted.speaker:
-            note(self._emitter, f"{wanted} were not recorded: {reason}", level)
+            self._note(f"{wanted} were not recorded: {reason}", level)
 
     def _fail(self, wanted: StepProfile, error: Exception) -> None:
         if (failed := self._profile) is not None:
             with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
                 failed.stop()
         self._end(wanted, "", level="")
-        note(
-            self._emitter, f"{wanted} of rank {self._rank} were not recorded: {type(error).__name__}: {one_line(error)}"
-        )
+        self._note(f"{wanted} of rank {self._rank} were not recorded: {type(error).__name__}: {one_line(error)}")
 
-
-def note(emitter: Emitter, text: str, level: str = "warning") -> None:
-    """Send the user a line about a profile."""
-    emitter.note(f"profile: {text}", level)
+    def _note(self, text: str, level: str = "warning") -> None:
+        self._emitter.note(f"profile: {text}", level)
 
 
 def note_unused(spec: RankSpec, emitter: Emitter) -> None:
     """Report that no steps were recorded, for a script that has not called ddptrain.context()."""
     if spec.profile is not None and spec.rank == spec.profile.speaker:
         text = f"{spec.profile} were not recorded: the script has not called ddptrain.context(); {HOW_TO_REPORT}"
-        note(emitter, text)
+        emitter.note(f"profile: {text}", "warning")

@@ -43,26 +43,43 @@ def report_steps(emitter: Emitter, world_size: int, first_step: Callable[[], Non
 
     first_step: only for rank 0, which also reports its waits; called after its first step.
     """
-    newest: weakref.ref[DistributedDataParallel] | None = None
-
-    def read(every: int) -> _Step | None:
-        model = newest() if newest is not None else None
-        return None if model is None else _newest_step(model, world_size, every)
+    newest: list[weakref.ref[DistributedDataParallel]] = []
 
     def note(owner: nn.Module, *_: Any) -> None:
-        nonlocal newest
         if isinstance(owner, DistributedDataParallel):  # which registers the user's model as its only module
-            is_first, newest = newest is None, weakref.ref(owner)
+            is_first, newest[:] = not newest, [weakref.ref(owner)]
             if is_first:
-                arguments = (emitter, read, first_step)
-                threading.Thread(target=_report, args=arguments, name="ddptrain-steps", daemon=True).start()
+                threading.Thread(target=report, name="ddptrain-steps", daemon=True).start()
+
+    def report() -> None:
+        before: _Step | None = None
+        waits: deque[float] = deque(maxlen=_KEPT)
+        pause_s, every = _FIRST_PAUSE_S, _EVERY_STEPS
+        while True:
+            time.sleep(pause_s)
+            step = _newest_step(newest[0](), world_size, every)
+            if step is None or (before is not None and step.number == before.number):
+                continue
+            pause_s = min(_LONGER * pause_s, _MAX_PAUSE_S)
+            if before is None and first_step is not None:
+                first_step()
+            if before is not None and step.number > before.number > _WARM_UP_STEPS:
+                count = step.number - before.number
+                step_s = (step.ended_s - before.ended_s) / count
+                every = max(1, min(_EVERY_STEPS, int(_EVERY_S / step_s)))
+                waits.append(step.waited_s)
+                with suppress(OSError):  # the disk is full; the workload gets an error, too
+                    emitter.emit(events.StepTimes(time.time_ns(), step_s, step.compute_s, step.waited_s))
+                if first_step is not None:
+                    emitter.timed("ranks", count * median(waits))
+            before = step
 
     register_module_module_registration_hook(note)
 
 
-def _newest_step(model: DistributedDataParallel, world_size: int, every: int) -> _Step | None:
+def _newest_step(model: DistributedDataParallel | None, world_size: int, every: int) -> _Step | None:
     """Return the last step that DDP has measured, one of `every`; None before the first, or not of all ranks."""
-    if getattr(model, "logger", None) is None:
+    if model is None or getattr(model, "logger", None) is None:
         return None  # it is being created, or has torch's reducer in Python
     model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # there is no public function
     data: dict[str, Any] = model._get_ddp_logging_data()  # noqa: SLF001  # as above
@@ -71,31 +88,6 @@ def _newest_step(model: DistributedDataParallel, world_size: int, every: int) ->
     compute_ns = data["forward_compute_time"] + data["backward_compute_time"]
     waited_ns = data["backward_comm_time"] - data["backward_compute_comm_overlap_time"]
     return _Step(data["iteration"], data["backward_comm_time_end"] / 1e9, compute_ns / 1e9, max(0, waited_ns) / 1e9)
-
-
-def _report(emitter: Emitter, read: Callable[[int], _Step | None], first_step: Callable[[], None] | None) -> None:
-    before: _Step | None = None
-    waits: deque[float] = deque(maxlen=_KEPT)
-    pause_s, every = _FIRST_PAUSE_S, _EVERY_STEPS
-    while True:
-        time.sleep(pause_s)
-        step = read(every)
-        if step is None or (before is not None and step.number == before.number):
-            continue
-        pause_s = min(_LONGER * pause_s, _MAX_PAUSE_S)
-        if before is None and first_step is not None:
-            first_step()
-        if before is not None and step.number > before.number > _WARM_UP_STEPS:
-            count = step.number - before.number
-            step_s = (step.ended_s - before.ended_s) / count
-            every = max(1, min(_EVERY_STEPS, int(_EVERY_S / step_s)))
-            waits.append(step.waited_s)
-            now_ns = time.time_ns()
-            with suppress(OSError):  # the disk is full; the workload gets an error, too
-                emitter.emit(events.StepTimes(now_ns, step_s, step.compute_s, step.waited_s))
-            if first_step is not None:
-                emitter.timed("ranks", count * median(waits))
-        before = step
 
 
 _REPORT_S = 10.0  # from one report of waits to the next

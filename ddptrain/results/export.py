@@ -17,7 +17,7 @@ from ddptrain.results.compare import flat
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, MetricsReader, drop_replaced, read_series
 from ddptrain.results.recorded_config import params_of
-from ddptrain.results.selection import FIELDS, PARAMS, Field, RunFields
+from ddptrain.results.selection import FIELDS, PARAMS, RunFields
 from ddptrain.results.show.curves import mean_of
 
 Row = Mapping[str, Any]
@@ -94,12 +94,12 @@ def _metric_rows(view: RunView, titles: Mapping[str, str]) -> list[Row]:
 def _run_row(view: RunView) -> Row:
     """Return one row for a run: its fields, parameters, and the last and best value of each metric."""
     field_value = RunFields(view)
-    row = {name: field_value(Field(name)) for name in FIELDS if name != "age"}
+    row = {name: field_value(name) for name in FIELDS if name != "age"}
     row["tags"] = " ".join(row["tags"])
     row |= {PARAMS + name: value for name, value in flat(params_of(view))}
     for name, value in sorted(view.record.last_metrics.items()):
         row[f"last({name})"] = value
-        if (best := field_value(Field(name, "best"))) is not None:
+        if (best := field_value(f"best({name})")) is not None:
             row[f"best({name})"] = best
     return row
 

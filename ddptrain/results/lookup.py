@@ -119,7 +119,7 @@ def time_text(text: str | None) -> str:
 def list_runs(runs_dir: Path, kind: str = "") -> list[RunView]:
     """Return every run of that kind in the folder, newest first; no runs if it does not exist. Raises UsageError."""
     try:
-        folders = [path for path in runs_dir.iterdir() if _is_run(path)]
+        folders = [path for path in runs_dir.iterdir() if _has_record(path) and is_sweep(path) == bool(kind)]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -232,10 +232,12 @@ def is_sweep(folder: Path) -> bool:
     return os.path.isfile(f"{folder}/sweep.json")
 
 
+def _has_record(folder: Path) -> bool:
+    return not folder.name.startswith(PRUNED) and os.path.isfile(f"{folder}/run.json")
+
+
 def _is_run(folder: Path) -> bool:
-    if folder.name.startswith(PRUNED):
-        return False
-    return os.path.isfile(f"{folder}/run.json") and not is_sweep(folder)
+    return _has_record(folder) and not is_sweep(folder)
 
 
 def _age(view: RunView) -> tuple[datetime, str]:

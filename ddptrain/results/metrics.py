@@ -186,22 +186,6 @@ def series_of(lines: Iterable[MetricLine]) -> AllSeries:
     return series
 
 
-@dataclass(slots=True)
-class _Latest:
-    """One metric at its newest step. by_rank: logged values; saved: the value of a checkpoint."""
-
-    step: int | None
-    by_rank: dict[int, float] = field(default_factory=dict)
-    saved: float | None = None
-    is_old: bool = False  # of an earlier attempt: any new value replaces it
-
-    @property
-    def value(self) -> float:
-        if self.by_rank:
-            return sum(self.by_rank.values()) / len(self.by_rank)
-        return math.nan if self.saved is None else self.saved
-
-
 class LatestMetrics:
     """Defines `last_metrics`: the value of each metric at its newest step.
 
@@ -210,7 +194,9 @@ class LatestMetrics:
     """
 
     def __init__(self) -> None:
-        self._latest: dict[str, _Latest] = {}
+        # By metric: its newest step, and the values there by rank; None stands for a checkpoint.
+        self._latest: dict[str, tuple[int | None, dict[int | None, float]]] = {}
+        self._old: set[str] = set()  # metrics of an earlier attempt: any new value replaces them
 
     @classmethod
     def of(cls, series: AllSeries, saved: Iterable[tuple[int, Mapping[str, float]]]) -> Self:
@@ -221,39 +207,31 @@ class LatestMetrics:
                 if not math.isnan(value):
                     latest.logged(rank, None if step is None else int(step), {name: value})
         for step, metrics in saved:
-            latest.saved(step, metrics)
+            latest.logged(None, step, metrics)
         return latest
 
     def begin_attempt(self, known: Mapping[str, float | None] | None = None) -> None:
         """Begin an attempt, whose steps may start again at a lower number; `known`: the values of a resumed run."""
-        for name, value in (known or {}).items():
-            if value is not None:
-                self._latest[name] = _Latest(None, saved=value)
-        for latest in self._latest.values():
-            latest.is_old = True
+        self._latest |= {name: (None, {None: value}) for name, value in (known or {}).items() if value is not None}
+        self._old = set(self._latest)
 
-    def logged(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
-        """Add values that a rank has logged."""
+    def logged(self, rank: int | None, step: int | None, values: Mapping[str, float]) -> None:
+        """Add values that a rank has logged, or (None) those of a checkpoint."""
         for name, value in values.items():
-            if (latest := self._at(name, step)) is not None:
-                latest.by_rank[rank] = value
-
-    def saved(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the metrics of a checkpoint."""
-        for name, value in values.items():
-            if (latest := self._at(name, step)) is not None:
-                latest.saved = value
+            newest, at = self._latest.get(name, (step, {}))
+            if not at or name in self._old or (step is not None and (newest is None or step > newest)):
+                self._old.discard(name)
+                newest, at = self._latest[name] = step, {}
+            if step is None or newest is None or step == newest:
+                at[rank] = value
 
     def as_dict(self) -> dict[str, float]:
         """Return the values for run.json."""
-        return {name: latest.value for name, latest in self._latest.items()}
-
-    def _at(self, name: str, step: int | None) -> _Latest | None:
-        """Return the metric at this step; None if a newer step is known."""
-        latest = self._latest.get(name)
-        if latest is None or latest.is_old or (step is not None and (latest.step is None or step > latest.step)):
-            latest = self._latest[name] = _Latest(step)
-        return None if step is not None and latest.step is not None and step < latest.step else latest
+        found = {}
+        for name, (_, at) in self._latest.items():
+            values = [value for rank, value in at.items() if rank is not None] or [*at.values()]
+            found[name] = sum(values) / len(values)
+        return found
 
 
 LAST_BYTES = 16 << 20  # the end of the file, which contains the last attempt

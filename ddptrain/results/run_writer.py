@@ -304,7 +304,7 @@ class RunWriter:
             event, source, policy, world_size=self._record.world_size, versions=versions, parts=parts, moved=moved
         )
         with self._mutex:
-            self._latest.saved(event.step, event.metrics)
+            self._latest.logged(None, event.step, event.metrics)
         self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
         discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final

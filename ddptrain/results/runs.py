@@ -49,7 +49,6 @@ from ddptrain.storage.object_store import ObjectStore, open_folder
 from ddptrain.storage.store import Listed, is_plain, is_url
 from ddptrain.tracking.wandb.wandb_folders import LINKS
 
-AUTO = "auto"
 MARK = ".pruned.json"  # in a run of a store whose deletion has begun
 _RECORD = "run.json"
 _FOLLOW_EVERY_S = 3.0
@@ -64,6 +63,8 @@ class NeededFiles(Enum):
     """The files that a command reads besides run.json, as patterns of paths."""
 
     NOTHING = ()
+    CONFIG = ("config.yaml",)
+    SWEEP = ("sweep.json",)
     METRICS = ("metrics.jsonl", "system.jsonl")
     LOGS = ("logs/*",)
     EVENTS = ("events.jsonl", "system.jsonl")
@@ -141,6 +142,15 @@ class LocalRuns:
 
     folder: Path
 
+    @property
+    def where(self) -> str:
+        """The folder, for messages."""
+        return str(self.folder)
+
+    def inside(self, name: str) -> LocalRuns:
+        """Return the trials of a sweep."""
+        return LocalRuns(self.folder / name)
+
     def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
         """Return every run of that kind, newest first."""
         return list_runs(self.folder, kind)
@@ -162,10 +172,6 @@ class LocalRuns:
     def follow(self, view: RunView, rank: int | None, *, numbers: bool = False) -> Callable[[], bool] | None:
         """Return None: the files of the run itself are read."""
         return None
-
-    def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
-        """Return the folder in which to choose the run to resume."""
-        return self.folder
 
     @contextmanager
     def keeping(self, run_id: str, *, resumed: bool) -> Iterator[RunUpload]:
@@ -256,6 +262,15 @@ class StoreRuns:
         """The folder in which a driver creates the folder of a new run."""
         return _private(self.work)
 
+    @property
+    def where(self) -> str:
+        """The address, for messages."""
+        return self.store.url
+
+    def inside(self, name: str) -> StoreRuns:
+        """Return the trials of a sweep."""
+        return StoreRuns(self.store.below(name))
+
     def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
         """Return every run of that kind, newest first, with copies of the files that are needed."""
         copied = self._copy_all(need)
@@ -315,20 +330,6 @@ class StoreRuns:
             return True
 
         return is_running
-
-    def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
-        """Return the folder in which to choose the run to resume; it has the records, and the chosen run's config."""
-        Origin(self.store.url).mark(_private(self.copies))
-        if which == AUTO and run_id is not None:  # other runs do not matter, and other threads may read their copies
-            chosen = [self.copies / run_id]
-        else:
-            self._copy_all()
-            newest = [view.layout.root for view in list_runs(self.copies) if view.record.name == name][:1]
-            chosen = newest if which == AUTO else [find_run(self.copies, which)]
-        for folder in chosen:
-            if folder.parent == self.copies and not self._copy(folder.name, ("config.yaml",)):
-                shutil.rmtree(folder, ignore_errors=True)
-        return self.copies
 
     @contextmanager
     def keeping(self, run_id: str, *, resumed: bool) -> Iterator[Uploader]:

@@ -22,7 +22,7 @@ from typing import Any
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import RunView, parse_time
+from ddptrain.results.lookup import RunView, parse_time, time_text
 from ddptrain.results.metrics import AllSeries, is_number, read_series
 from ddptrain.results.recorded_config import params_of
 from ddptrain.text_tables import clean_line, duration
@@ -30,22 +30,9 @@ from ddptrain.tracking.metric_goals import goal_of
 
 PARAMS = "params."
 _LONGEST_CELL = 60
-_SECONDS = ("duration", "age")
-_TIMES = ("started", "ended")
 
 
 # --- Fields: the values of runs by name ---
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A value of a run: `kind` is "" (a field, a parameter, or the last value of a metric), "last" or "best"."""
-
-    name: str
-    kind: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind}({self.name})" if self.kind else self.name
 
 
 def _age_s(view: RunView) -> float | None:
@@ -70,6 +57,10 @@ FIELDS: Mapping[str, Callable[[RunView], Any]] = {
     "tags": lambda view: list(view.annotations.tags),
     "note": lambda view: view.annotations.note or None,
 }
+_SHOWN: Mapping[str, Callable[[Any], str]] = {  # in a table; other values as value_text() writes them
+    **dict.fromkeys(("duration", "age"), duration),
+    **dict.fromkeys(("started", "ended"), lambda value: time_text(value) or "-"),
+}
 
 
 class RunFields:
@@ -77,22 +68,22 @@ class RunFields:
 
     def __init__(self, view: RunView) -> None:
         self.view = view
-        self._known: dict[Field, Any] = {}
+        self._known: dict[str, Any] = {}
 
-    def __call__(self, field: Field) -> Any:
-        """Return the value of a field; None if the run does not have it."""
+    def __call__(self, field: str) -> Any:
+        """Return the value of a field, a parameter, a metric, last(METRIC) or best(METRIC); None if there is none."""
         if field not in self._known:
             self._known[field] = self._find(field)
         return self._known[field]
 
-    def _find(self, field: Field) -> Any:
-        if field.kind == "best":
-            return best_value(self.view, field.name)
-        if field.kind == "" and field.name in FIELDS:
-            return FIELDS[field.name](self.view)
-        if field.kind == "" and field.name.startswith(PARAMS):
-            return _below(params_of(self.view), field.name.removeprefix(PARAMS))
-        return self.view.record.numbers.get(field.name)
+    def _find(self, field: str) -> Any:
+        if field in FIELDS:
+            return FIELDS[field](self.view)
+        if field.startswith("best("):
+            return best_value(self.view, field[5:-1])
+        if field.startswith(PARAMS):
+            return _below(params_of(self.view), field.removeprefix(PARAMS))
+        return self.view.record.numbers.get(field[5:-1] if field.startswith("last(") else field)
 
 
 def _below(values: Any, path: str) -> Any:
@@ -117,28 +108,22 @@ def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal
     goal = goal or goal_of(metric)
     if not goal:
         return None
-    if series is None:
-        try:
-            series = read_series(view.layout.metrics_jsonl)
-        except ResultsError:
-            return None
-    values = filter(math.isfinite, _rank_means(series, metric))
-    return min(values, default=None) if goal == "min" else max(values, default=None)
-
-
-def _rank_means(series: AllSeries, metric: str) -> list[float]:
-    """Return the mean over the ranks at each step, or for values without a step, at each call."""
+    try:
+        series = read_series(view.layout.metrics_jsonl) if series is None else series
+    except ResultsError:
+        return None
     by_step: dict[float | str, list[float]] = {}
     for (name, _), rank_series in series.items():
         if name == metric:
             for number, (step, value) in enumerate(zip(rank_series.step, rank_series.value, strict=True)):
                 by_step.setdefault(f"call {number}" if step is None else step, []).append(value)
-    return [sum(values) / len(values) for values in by_step.values()]
+    means = filter(math.isfinite, (sum(values) / len(values) for values in by_step.values()))
+    return min(means, default=None) if goal == "min" else max(means, default=None)
 
 
 # --- Conditions ---
 
-Lookup = Callable[[Field], Any]  # the value of a field; None if the run does not have it
+Lookup = Callable[[str], Any]  # the value of a field; None if the run does not have it
 _Node = Callable[[Lookup], Any]
 
 _LONGEST = 1_000  # characters; so it is also not nested too deeply
@@ -146,6 +131,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _WORDS = {"and": "and", "or": "or", "not": "not", "in": "in", "true": "True", "false": "False"}
 _TOKEN = re.compile(
     r"(?P<text>'[^']*'|\"[^\"]*\")"
+    r"|(?P<call>best|last)(?=\s*\()"
     r"|(?P<name>[^\W\d][\w./:@-]*)"
     r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?P<unit>[smhd]?)(?![\w./:-])"
 )
@@ -163,8 +149,7 @@ _HINT = "compare with ==, < and so on, connect with and, or, not, and write text
 class Expression:
     """A condition on runs; `fields` are those that it names."""
 
-    text: str
-    fields: tuple[Field, ...]
+    fields: tuple[str, ...]
     _node: _Node
 
     def matches(self, lookup: Lookup) -> bool:
@@ -176,19 +161,15 @@ def parse_expression(text: str) -> Expression:
     """Parse a condition. Raises UsageError."""
     parser = _Parser(text)
     node = parser.node(parser.tree)
-    return Expression(text, tuple(dict.fromkeys(parser.fields)), node)
+    return Expression(tuple(dict.fromkeys(parser.fields)), node)
 
 
-def parse_fields(text: str) -> list[Field]:
+def parse_fields(text: str) -> list[str]:
     """Parse fields that are separated by commas, as `val/loss, best(val/loss), params.layers`. Raises UsageError."""
     parser = _Parser(f"[{text}]")
-    assert isinstance(parser.tree, ast.List)
-    for item in parser.tree.elts:
-        if not isinstance(item, ast.Name | ast.Call):
-            raise parser.error("expected fields, as val/loss,best(val/loss)")
-        parser.node(item)
-    if not parser.fields:
-        raise parser.error("expected a field, as val/loss")
+    parser.node(parser.tree)
+    if not parser.fields or any(not isinstance(item, ast.Name | ast.Call) for item in getattr(parser.tree, "elts", ())):
+        raise parser.error("expected fields, as val/loss,best(val/loss)")
     return parser.fields
 
 
@@ -198,7 +179,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self._names: list[str] = []
-        self.fields: list[Field] = []
+        self.fields: list[str] = []
         if len(text) > _LONGEST:
             raise UsageError(f"the expression has {len(text):,} characters; at most {_LONGEST:,} are allowed")
         try:
@@ -215,17 +196,17 @@ class _Parser:
         if match["text"]:
             return repr(match["text"][1:-1])
         if match["number"]:
-            unit = match["unit"]
-            return str(float(match["number"]) * _UNITS_S[unit]) if unit else match[0]
-        name = match["name"]
-        if name in _WORDS or (name in ("best", "last") and self._is_call(match)):
-            return _WORDS.get(name, name)
-        self._names.append(name)
+            return str(float(match["number"]) * _UNITS_S[match["unit"]]) if match["unit"] else match[0]
+        if match["call"] or match[0] in _WORDS:
+            return _WORDS.get(match[0], match[0])
+        self._names.append(match[0])
         return f"_{len(self._names) - 1}"
 
-    @staticmethod
-    def _is_call(match: re.Match[str]) -> bool:
-        return match.string[match.end() :].lstrip().startswith("(")
+    def _name(self, tree: ast.expr) -> str:
+        """Return the name that stands for a field or a text; "" for another expression."""
+        if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+            return tree.value
+        return self._names[int(tree.id[1:])] if isinstance(tree, ast.Name) and tree.id.startswith("_") else ""
 
     def node(self, tree: ast.expr, *, is_text: bool = False) -> _Node:
         """Return a function for an operand or a condition; is_text: names are texts without quotes."""
@@ -248,27 +229,18 @@ class _Parser:
                 with_text = isinstance(left, ast.Name) and self._name(left) in _TEXT_FIELDS
                 sides = [self.node(left), *(self.node(side, is_text=with_text) for side in others)]
                 # As in Python, 1 < x < 2 is 1 < x and x < 2.
-                return lambda look: all(
-                    _holds(op, sides[place](look), sides[place + 1](look)) for place, op in enumerate(ops)
-                )
+                return lambda look: all(_holds(op, sides[at](look), sides[at + 1](look)) for at, op in enumerate(ops))
             case ast.Name() if is_text and self._name(tree) not in _TEXT_FIELDS:
                 text = self._name(tree)
                 return lambda look: text
-            case ast.Name():
-                field = Field(self._name(tree))
-            case ast.Call(func=ast.Name(id="best" | "last" as kind), args=[ast.Name() as of], keywords=[]):
-                field = Field(self._name(of), kind)
-            case ast.Call(
-                func=ast.Name(id="best" | "last" as kind), args=[ast.Constant(value=str() as of)], keywords=[]
-            ):
-                field = Field(of, kind)
+            case ast.Name() if self._name(tree):
+                field = self._name(tree)
+            case ast.Call(func=ast.Name(id="best" | "last" as kind), args=[of], keywords=[]) if self._name(of):
+                field = f"{kind}({self._name(of)})"
             case _:
                 raise self.error("there is something other than comparisons")
         self.fields.append(field)
         return lambda look: look(field)
-
-    def _name(self, tree: ast.Name) -> str:
-        return self._names[int(tree.id[1:])] if tree.id.startswith("_") else tree.id
 
 
 def _is_missing(value: Any) -> bool:
@@ -284,81 +256,71 @@ def _holds(sign: ast.cmpop, left: Any, right: Any) -> bool:
     if _is_missing(left) or _is_missing(right):
         return False
     if isinstance(sign, ast.In | ast.NotIn):
-        return _contains(right, left) == isinstance(sign, ast.In)
+        if isinstance(right, str):
+            return (isinstance(left, str) and left in right) == isinstance(sign, ast.In)
+        found = isinstance(right, list | tuple) and any(_typed(item) == _typed(left) for item in right)
+        return found == isinstance(sign, ast.In)
     if isinstance(sign, ast.Eq | ast.NotEq):
-        return _equal(left, right) == isinstance(sign, ast.Eq)
+        return bool(_typed(left) == _typed(right)) == isinstance(sign, ast.Eq)
     comparable = (is_number(left) and is_number(right)) or (isinstance(left, str) and isinstance(right, str))
     return comparable and type(sign) in _ORDER and _ORDER[type(sign)](left, right)
 
 
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, bool) is not isinstance(right, bool):
-        return False  # Python's true is 1
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return bool(left == right)
-
-
-def _contains(whole: Any, part: Any) -> bool:
-    if isinstance(whole, str):
-        return isinstance(part, str) and part in whole
-    return isinstance(whole, list | tuple) and any(_equal(item, part) for item in whole)
+def _typed(value: Any) -> Any:
+    """Return a value to compare with ==: Python's true is 1, and a tuple is no list."""
+    if isinstance(value, list | tuple):
+        return [_typed(item) for item in value]
+    return isinstance(value, bool), value
 
 
 # --- Selection and table ---
 
 
 @dataclass(frozen=True, slots=True)
-class SortKey:
-    """A field to sort by; runs without a value are last in both directions."""
-
-    field: Field
-    descending: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Selection:
-    """Which runs to list, in which order, with which columns; columns is None for the usual table."""
+    """Which runs to list, in which order, with which columns.
+
+    sort: fields, and whether from large to small; runs without a value are last in both directions. columns: None for
+    the usual table.
+    """
 
     where: Expression | None = None
-    sort: Sequence[SortKey] = ()
-    columns: Sequence[Field] | None = None
+    sort: Sequence[tuple[str, bool]] = ()
+    columns: Sequence[str] | None = None
 
     @classmethod
     def parse(cls, where: str | None, sort: str | None, columns: str | None) -> Selection:
         """Parse the options of the command line. Raises UsageError, which names the option."""
         return cls(
-            _named("--where", lambda: parse_expression(where)) if where is not None else None,
-            _named("--sort", lambda: _sort_keys(sort)) if sort is not None else (),
-            _named("--columns", lambda: parse_fields(columns)) if columns is not None else None,
+            _named("--where", where, parse_expression),
+            _named("--sort", sort, _sort_keys) or (),
+            _named("--columns", columns, parse_fields),
         )
 
     @property
-    def fields(self) -> list[Field]:
+    def fields(self) -> list[str]:
         """All fields that are used, each once."""
-        used = (*(self.where.fields if self.where else ()), *(key.field for key in self.sort), *(self.columns or ()))
+        used = (*(self.where.fields if self.where else ()), *(field for field, _ in self.sort), *(self.columns or ()))
         return list(dict.fromkeys(used))
 
     @property
-    def extra_columns(self) -> list[Field]:
+    def extra_columns(self) -> list[str]:
         """The fields to add to the usual table: parameters and metrics that decide what is listed, and where."""
-        return [field for field in self.fields if field.kind or field.name not in FIELDS]
+        return [field for field in self.fields if field not in FIELDS]
 
     @property
     def needs_metrics(self) -> bool:
         """Whether metrics.jsonl of the runs is read."""
-        return any(field.kind == "best" for field in self.fields)
+        return any(field.startswith("best(") for field in self.fields)
 
     def apply(self, views: Iterable[RunView]) -> list[RunFields]:
         """Return the runs that match, sorted."""
         runs = [RunFields(view) for view in views]
         matching = [run for run in runs if self.where is None or self.where.matches(run)]
-        for key in reversed(self.sort):  # sorting is stable: the first key is the last to be applied
-            with_value = [run for run in matching if _rank_of(run(key.field)) is not None]
-            without = [run for run in matching if _rank_of(run(key.field)) is None]
-            matching = (
-                sorted(with_value, key=lambda run: _rank_of(run(key.field)) or (), reverse=key.descending) + without
-            )
+        for field, descending in reversed(self.sort):  # sorting is stable: the first key is the last to be applied
+            known = [run for run in matching if not _is_missing(run(field))]
+            missing = [run for run in matching if _is_missing(run(field))]
+            matching = sorted(known, key=lambda run: _sorted_as(run(field)), reverse=descending) + missing
         return matching
 
     def unknown_fields(self, views: Sequence[RunView]) -> list[str]:
@@ -370,54 +332,43 @@ class Selection:
         metrics = {name for view in views for name in view.record.last_metrics}
         params = {PARAMS + str(name) for view in views for name in params_of(view)}
         known = sorted({*FIELDS, *metrics, *params})
-        return [_unknown(field, known) for field in unknown]
+        messages = []
+        for field in unknown:
+            is_call = field.endswith(")")
+            hint = did_you_mean(field[5:-1] if is_call else field, known) if len(known) <= 30 else ""
+            text = "" if is_call else f'; text is written in quotes, as "{shorten(field, 40)}"'
+            messages.append(f"no run has {shorten(field)}{f': {hint}' if hint else ''}{text}")
+        return messages
 
 
-def _unknown(field: Field, known: Sequence[str]) -> str:
-    hint = did_you_mean(field.name, known) if len(known) <= 30 else ""
-    text = "" if field.kind else f'; text is written in quotes, as "{shorten(field.name, 40)}"'
-    return f"no run has {shorten(str(field))}{f': {hint}' if hint else ''}{text}"
-
-
-def _named(option: str, parse: Any) -> Any:
+def _named(option: str, text: str | None, parse: Callable[[str], Any]) -> Any:
     try:
-        return parse()
+        return None if text is None else parse(text)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
 
 
-def _sort_keys(text: str) -> list[SortKey]:
+def _sort_keys(text: str) -> list[tuple[str, bool]]:
     """Parse `val/loss` or `-started,name`; a minus sorts from large to small."""
     parts = [part.strip() for part in text.split(",")]
-    return [SortKey(parse_fields(part.removeprefix("-"))[0], part.startswith("-")) for part in parts]
+    return [(parse_fields(part.removeprefix("-"))[0], part.startswith("-")) for part in parts]
 
 
-def _rank_of(value: Any) -> tuple[int, Any] | None:
-    """Return a sort key for values of any type; None for a missing one."""
-    if _is_missing(value):
-        return None
+def _sorted_as(value: Any) -> tuple[int, Any]:
+    """Return a sort key for values of any type: numbers are before texts."""
     if isinstance(value, int | float):  # also true and false
         return 0, value
     return 1, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def header(fields: Sequence[Field]) -> list[str]:
+def header(fields: Sequence[str]) -> list[str]:
     """Return the titles of columns: fields in capitals; names of metrics and parameters as they are."""
-    return [str(field).upper() if not field.kind and field.name in FIELDS else str(field) for field in fields]
+    return [field.upper() if field in FIELDS else field for field in fields]
 
 
-def cells(run: RunFields, fields: Sequence[Field]) -> list[str]:
+def cells(run: RunFields, fields: Sequence[str]) -> list[str]:
     """Return the values of a run as text, "-" for none."""
-    return [clean_line(_cell(field, run(field))) for field in fields]
-
-
-def _cell(field: Field, value: Any) -> str:
-    if not field.kind and field.name in _SECONDS:
-        return duration(value)
-    if not field.kind and field.name in _TIMES:
-        parsed = parse_time(value)
-        return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
-    return value_text(value)
+    return [clean_line(_SHOWN.get(field, value_text)(run(field))) for field in fields]
 
 
 def value_text(value: Any, longest: int = _LONGEST_CELL) -> str:

@@ -19,11 +19,10 @@ from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.lookup import is_sweep, load_run, parse_time
+from ddptrain.results.lookup import RunView, is_sweep, parse_time
 from ddptrain.results.run_record import SWEEP, RunStatus, as_json_data
-from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, StoreRuns, open_runs_dir
+from ddptrain.results.runs import NeededFiles, RunsDir, open_runs_dir
 from ddptrain.results.secure_files import is_own_folder, read_bytes, write_file
-from ddptrain.storage.object_store import open_folder
 from ddptrain.storage.store import is_url
 
 SWEEP_JSON = "sweep.json"
@@ -147,43 +146,30 @@ class FoundSweep:
 
 def find_sweep(runs_dir: str, name: str) -> FoundSweep | None:
     """Return the sweep of that name, path or URL; None if there is none. Raises UsageError, StoreError."""
-    if "\0" in name:
-        return None
     if is_url(name) or "/" in name:
-        place = name.rstrip("/")
-    else:
-        place = f"{runs_dir.rstrip('/')}/{name}" if is_url(runs_dir) else str(Path(runs_dir, name))
-    trials = open_runs_dir(place)
-    if isinstance(trials, LocalRuns):
-        if not is_sweep(trials.folder):
-            return None
-        record, is_running = read_sweep(trials.folder), load_run(trials.folder).is_running
-    else:
-        if (data := trials.store.read(SWEEP_JSON)) is None:
-            return None
-        parent, sweep_id = place.rsplit("/", 1)
-        view = StoreRuns(open_folder(parent)).find_exact(sweep_id, NeededFiles.NOTHING)
-        record, is_running = parse_sweep(data, f"{place}/{SWEEP_JSON}"), view is not None and view.is_running
-    if record.status == RunStatus.RUNNING and not is_running:
-        record.interrupt()
-    return FoundSweep(record, place, trials)
+        runs_dir, _, name = name.rstrip("/").rpartition("/")
+    if not valid_run_id(name):
+        return None
+    runs = open_runs_dir(runs_dir or "/")
+    view = runs.find_exact(name, NeededFiles.SWEEP)
+    return _found(runs, view) if view is not None and is_sweep(view.layout.root) else None
 
 
 def list_sweeps(runs_dir: str) -> list[FoundSweep]:
     """Return the sweeps of this user that can be read, the newest first. Raises UsageError, StoreError."""
-    runs = open_runs_dir(runs_dir)
-    if isinstance(runs, LocalRuns):
-        names: list[str] = []
-        with suppress(OSError):
-            names = [path.name for path in runs.folder.iterdir() if is_sweep(path) and is_own_folder(path)]
-    else:
-        names = [view.run_id for view in runs.list(kind=SWEEP)]
-    sweeps = []
-    for name in names:
+    runs, sweeps = open_runs_dir(runs_dir), []
+    for view in runs.list(NeededFiles.SWEEP, kind=SWEEP):
         with suppress(UsageError):
-            if (found := find_sweep(runs_dir, name)) is not None:
-                sweeps.append(found)
+            if is_own_folder(view.layout.root):
+                sweeps.append(_found(runs, view))
     return sorted(sweeps, key=lambda found: (str(parse_time(found.record.started_at)), found.where), reverse=True)
+
+
+def _found(runs: RunsDir, view: RunView) -> FoundSweep:
+    record = read_sweep(view.layout.root)
+    if record.status == RunStatus.RUNNING and not view.is_running:
+        record.interrupt()
+    return FoundSweep(record, view.layout.where, runs.inside(view.layout.root.name))
 
 
 def choose_sweep(runs_dir: str, name: str | None, sweep_id: str | None) -> str:
@@ -205,21 +191,15 @@ def read_sweep(folder: Path) -> SweepRecord:
     """Return the record of a sweep. Raises UsageError if sweep.json is missing or not valid."""
     path = folder / SWEEP_JSON
     try:
-        return parse_sweep(read_bytes(path), str(path))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-
-
-def parse_sweep(data: bytes, where: str) -> SweepRecord:
-    """Return the record with that content of sweep.json, which is in `where`. Raises UsageError if it is not valid."""
-    try:
-        raw = json.loads(data)
+        raw = json.loads(read_bytes(path))
         if raw["format"] != _FORMAT:
             raise ValueError(f"format {raw['format']!r} is not known")
         return TypeAdapter(SweepRecord).validate_python(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UsageError(f"cannot read {where}: it is not a sweep of this version ({shorten(why)})") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(f"cannot read {where}: it is not a sweep of this version ({error})") from error
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        why = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            why = shorten(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+        raise UsageError(f"cannot read {path}: it is not a sweep of this version ({why})") from None

@@ -64,17 +64,16 @@ def open_fsspec_store(location: Location, limits: Limits) -> Source:
         named = f"{location.setting} {location.description}"
         advice = f"; see {location.options_setting}" if location.options_setting else ""
         raise UsageError(f"{named} can't be opened: {type(error).__name__}: {_said(error)}{advice}") from None
-    return FsspecStore(location, fs, str(root).rstrip("/"), limits.timeout_s)
+    return FsspecStore(location, fs, str(root).rstrip("/"))
 
 
 class FsspecStore(Source):
     """A folder of an fsspec file system."""
 
-    def __init__(self, location: Location, fs: Any, root: str, timeout_s: float) -> None:
+    def __init__(self, location: Location, fs: Any, root: str) -> None:
         self.location = location
         self.fs = fs
         self.root = root
-        self._timeout_s = timeout_s
         self._is_http = location.protocol in _HTTP
 
     def listing(self, folder: str = "") -> Iterator[Listed]:
@@ -141,8 +140,9 @@ class FsspecStore(Source):
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         """Return the StoreError for an error of a backend; key "" stands for the whole location."""
-        error = _real_cause(error) if self._is_http else error
-        status, reason = _status(error), self._why(error)
+        if self._is_http and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # fsspec raises FileNotFoundError for every failure of an HTTP request
+        status, reason = _status(error), _said(error) or type(error).__name__
         where = f"{self.location.description}/{key}" if key else self.location.description
         if status in {404, 410} or isinstance(error, FileNotFoundError | IsADirectoryError):
             whole = StoreMissing(f"{where} does not exist: see {self.location.setting}")
@@ -151,23 +151,6 @@ class FsspecStore(Source):
             return StoreForbidden(f"{where} can't be {action}: access was denied ({reason}); {self.location.advice}")
         kind = StoreError if isinstance(error, _FINAL) else Transient if key else StoreUnreachable
         return kind(f"{where} can't be {action}: {reason}")
-
-    def _why(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"it did not answer within {self._timeout_s:g} s"
-        refused = getattr(error, "os_error", None)  # aiohttp.ClientConnectorError
-        if isinstance(refused, socket.gaierror):
-            return f"the host {getattr(error, 'host', '')} is unknown: is the URL right?"
-        if isinstance(refused, ConnectionRefusedError):
-            place = f"{getattr(error, 'host', '')}:{getattr(error, 'port', '')}"
-            return f"{place} refuses the connection: is the server up, and the port right?"
-        return _said(error) or type(error).__name__
-
-
-def _real_cause(error: Exception) -> Exception:
-    """Return the error behind a FileNotFoundError: fsspec raises one for every failure of an HTTP request."""
-    cause = error.__cause__
-    return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) else error
 
 
 def _status(error: Exception) -> int:

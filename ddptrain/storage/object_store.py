@@ -28,6 +28,7 @@ from ddptrain.storage.store import (
     StoreForbidden,
     StoreMissing,
     StoreUnreachable,
+    T,
     Transient,
     Versioned,
     WriteConflict,
@@ -150,10 +151,14 @@ class ObjectStore(Store):
         """Check access with one request. Raises UsageError for a missing bucket; StoreForbidden, StoreUnreachable."""
         try:
             with self._errors("listed", ""):
-                self.store.list_with_delimiter(f"{self.path}/" if self.path else None)
+                self._list_folders()
         except StoreMissing as error:
             bucket = self.url.partition("://")[2].partition("/")[0]
             raise UsageError(f"cannot keep runs in {self.url}: there is no bucket {bucket}; create it first") from error
+
+    def _list_folders(self) -> list[str]:
+        found = self.store.list_with_delimiter(f"{self.path}/" if self.path else None)["common_prefixes"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     # --- Reading, without another attempt: readers of images have their own ---
 
@@ -203,65 +208,52 @@ class ObjectStore(Store):
 
     def folders(self) -> list[str]:
         """See Store."""
-
-        def names() -> list[str]:
-            with self._errors("listed", ""):
-                found = self.store.list_with_delimiter(f"{self.path}/" if self.path else None)["common_prefixes"]
-                return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
-
-        return self._again(names)
+        return self._request("listed", "", self._list_folders)
 
     def write(self, path: str, data: bytes | Path) -> None:
         """See Store. A large file is uploaded in parts."""
-        self.guard()
 
         def put() -> None:
-            with self._errors("written", path):
-                size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
-                part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
-                self.store.put(self._key(path), data, chunk_size=part_bytes, max_concurrency=_UPLOADS)
+            size_bytes = data.stat().st_size if isinstance(data, Path) else len(data)
+            part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+            self.store.put(self._key(path), data, chunk_size=part_bytes, max_concurrency=_UPLOADS)
 
-        self._again(put)
+        self.guard()
+        self._request("written", path, put)
 
     def remove(self, path: str) -> None:
         """See Store."""
         self.guard()
-
-        def delete() -> None:
-            with suppress(NotFound), self._errors("deleted", path):
-                self.store.delete(self._key(path))
-
-        self._again(delete)
+        with suppress(NotFound):
+            self._request("deleted", path, lambda: self.store.delete(self._key(path)))
 
     def read_versioned(self, path: str) -> Versioned | None:
         """See Store."""
 
-        def read() -> Versioned | None:
-            with suppress(NotFound), self._errors("read", path):
-                result = self.store.get(self._key(path))
-                written_s = result.meta["last_modified"].timestamp()
-                return Versioned(bytes(result.bytes()), _condition(result.meta), written_s)
-            return None
+        def get() -> Versioned:
+            result = self.store.get(self._key(path))
+            written_s = result.meta["last_modified"].timestamp()
+            return Versioned(bytes(result.bytes()), _condition(result.meta), written_s)
 
-        return self._again(read)
+        with suppress(NotFound):
+            return self._request("read", path, get)
+        return None
 
     def write_versioned(self, path: str, data: bytes, before: Versioned | None) -> Versioned:
         """See Store: If-None-Match and If-Match for S3, the equivalent for the others."""
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
+        def put() -> Versioned:
+            try:
+                return Versioned(data, _condition(self.store.put(self._key(path), data, mode=mode)))
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
+                raise WriteConflict(f"{self.url}/{path} was written by another process") from error
+            except (NotSupportedError, NotImplementedError) as error:
+                raise NoConditionalWrites(first_line(str(error))) from error
+
         self.guard()
         mode: Any = "create" if before is None else dict(before.version)
-
-        def put() -> Versioned:
-            with self._errors("written", path):
-                try:
-                    return Versioned(data, _condition(self.store.put(self._key(path), data, mode=mode)))
-                except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
-                    raise WriteConflict(f"{self.url}/{path} was written by another process") from error
-                except (NotSupportedError, NotImplementedError) as error:
-                    raise NoConditionalWrites(first_line(str(error))) from error
-
-        return self._again(put)
+        return self._request("written", path, put)
 
     def test_conditions(self, probe: str) -> float:
         """Return the store's time in seconds since 1970, after a test that it keeps the conditions of writes.
@@ -285,6 +277,15 @@ class ObjectStore(Store):
 
     def _key(self, path: str) -> str:
         return f"{self.path}/{path}" if self.path else path
+
+    def _request(self, action: str, path: str, work: Callable[[], T]) -> T:
+        """Call `work` until it succeeds, or fails in a way that does not pass. Raises StoreError."""
+
+        def attempt() -> T:
+            with self._errors(action, path):
+                return work()
+
+        return self._again(attempt)
 
     @contextmanager
     def _errors(self, action: str, path: str) -> Iterator[None]:

@@ -90,7 +90,7 @@ class RanksTask:
         self.ranks = [_Rank(host, spec, self.lines) for spec in specs]
         self.woken = threading.Event()
         self.alive_s = deadlines.alive_s(self.first.config.failure)
-        self.sampler = SystemSampler(self._sampled, self.alive_s, self.ranks[0].log)
+        self.sampler = SystemSampler(self._sampled, self.alive_s)
         self.leaving_sent = False
 
     def run(self) -> list[RankExit | Exception]:

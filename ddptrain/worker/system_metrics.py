@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 
 from ddptrain.file_ops import text_or_empty
+from ddptrain.log import Log
 from ddptrain.protocol.news import MAX_SAMPLED_RANKS, SystemSample
 
+_log = Log("ddptrain.worker")
 _EVERY_S = 5.0
 _FIRST_S = 1.0  # from the start of the ranks, so that short runs have a sample
 
@@ -38,17 +40,12 @@ class SystemSampler:
     samples: what was measured and not yet sent.
     """
 
-    def __init__(
-        self,
-        ranks: Callable[[], Sequence[SampledRank]],
-        gpu_every_s: float,
-        log: Callable[..., None] = lambda *_, **__: None,
-    ) -> None:
+    def __init__(self, ranks: Callable[[], Sequence[SampledRank]], gpu_every_s: float) -> None:
         """Measure the use of GPUs every `gpu_every_s` seconds, and all metrics every five seconds."""
         self._ranks = ranks
         self.samples: queue.SimpleQueue[SystemSample] = queue.SimpleQueue()
         self._percents: dict[str, float] = {}
-        self._gpu_every_s, self._log = gpu_every_s, log
+        self._gpu_every_s = gpu_every_s
         self._stop = threading.Event()
         self._host = Rates()
         self._host.of(_host_counters(), time.monotonic())
@@ -79,7 +76,7 @@ class SystemSampler:
                     for sample in self.measure():
                         self.samples.put(sample)
             except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
-                self._log("system metrics not sampled", error=f"{type(error).__name__}: {error}")
+                _log.info("system metrics not sampled", error=f"{type(error).__name__}: {error}")
 
     def measure(self) -> Iterator[SystemSample]:
         """Yield the use of the host with that of up to MAX_SAMPLED_RANKS ranks each; nothing if all have ended.

@@ -39,6 +39,9 @@ class Sizes:
     large_checkpoints: int = 2
     images: int = 2_000
     images_peer: int = 200
+    workers: int = 64
+    ranks: int = 1_024
+    events_s: float = 20.0
 
 
 QUICK = Sizes(
@@ -49,6 +52,9 @@ QUICK = Sizes(
     large_checkpoints=1,
     images=300,
     images_peer=40,
+    workers=16,
+    ranks=64,
+    events_s=4.0,
 )
 
 

@@ -25,7 +25,7 @@ _LINE = 100
 
 def python_page() -> str:
     """Return the page."""
-    parts = [_HEAD, "## In a rank\n", "`ctx.device` is the `torch.device` of the rank.\n"]
+    parts = [_HEAD, "## In a rank\n"]
     in_a_rank: list[Any] = [RankContext, ddptrain.context, SavedCheckpoint, HuggingFaceCallback]
     in_a_program: list[Any] = [ddptrain.launch, ddptrain.Run, ddptrain.load_model]
     parts += [line for item in in_a_rank for line in _described(item)]

@@ -90,16 +90,15 @@ class Cluster:
     The workers do not see the run directory, and nobody sees what they write.
     """
 
-    def __init__(self, network: Network, cli: Cli, *, tls: bool = False) -> None:
-        self.network, self.cli, self.tls = network, cli, tls
+    def __init__(self, network: Network, cli: Cli) -> None:
+        self.network, self.cli = network, cli
         self.site, self.home, self.scratch = (cli.folder / name for name in ("site", "home", "scratch"))
         for folder in (self.site, self.home):
             folder.mkdir()
         (self.site / "work.py").write_text(WORKLOAD)
         self.head, self.desk = network.add("head"), network.add("desk")
         self.workers = [network.add(name, self.home, self.scratch) for name in ("w1", "w2")]
-        if tls:
-            write_tls(self.site)
+        write_tls(self.site)
         self._python(
             self.head,
             "ddptrain.clusters.scheduler.scheduler_process",
@@ -112,7 +111,7 @@ class Cluster:
         self.address = str(json.loads((self.site / "scheduler.json").read_text())["address"])
         for host in self.workers:
             options = ["--slots", "2", "--gpus", "none", "--host", host.address, "--scratch", str(self.scratch)]
-            options += ["--tls-dir", str(self.site)] if tls else []
+            options += ["--tls-dir", str(self.site)]
             self._python(host, "ddptrain.worker", "--scheduler", self.address, *options)
 
     def _python(self, host: Host, module: str, *words: str) -> None:
@@ -144,7 +143,7 @@ class Cluster:
         }
         config = self.site / f"{workload}.yaml"
         config.write_text(json.dumps({**content, "results": {"dir": str(self.home / "runs")}}))
-        tls = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(self.site / file) for name, file in _TLS.items() if self.tls}
+        tls = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(self.site / file) for name, file in _TLS.items()}
         program = [*self.desk.enter(self.site), sys.executable, "-m", "ddptrain"]
         return self.cli.start("train", config, "--run-id", run_id, program=program, env=tls)
 
@@ -171,7 +170,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 def test_gang_of_two_hosts_talks_over_the_cable_and_a_host_that_dies_is_told(network: Network, run_cli: Cli) -> None:
-    cluster = Cluster(network, run_cli, tls=True)
+    cluster = Cluster(network, run_cli)
     ended = cluster.train("talk").finish()
     assert ended.rc == 0, ended.stderr
     root = cluster.home / "runs" / "it"

@@ -163,6 +163,7 @@ def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
         "best": 1,
         "space": space,
     }
+    (folder / "run.json").write_text('{"run_id": "sweep-1", "kind": "sweep", "status": "succeeded"}')
     (folder / "sweep.json").write_text(json.dumps({**sweep, "trials": trials}))
     report(run_cli, "sweep-1", "-o", "report.html")
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-import ddptrain
 from ddptrain import api, run_handle
 from ddptrain.api import launch
-from ddptrain.config.run_config import RunConfig
 from ddptrain.errors import (
     ClusterError,
     ConfigError,
@@ -43,10 +41,6 @@ def module_of(monkeypatch: pytest.MonkeyPatch, name: str, file: Path | None, **m
     return namespace["train"]
 
 
-def test_package_shows_launch_and_run_without_loading_them_early() -> None:
-    assert (ddptrain.launch, ddptrain.Run) == (launch, Run)
-
-
 def test_function_of_a_module_is_named_with_the_folder_that_it_is_found_in(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -56,13 +50,6 @@ def test_function_of_a_module_is_named_with_the_folder_that_it_is_found_in(
     assert api._workload(plain) == ("work:train", tmp_path)
     assert api._workload(nested) == ("pack.sub.work:train", tmp_path)
     assert api._workload(package) == ("pack.inner:train", tmp_path)
-
-
-def test_function_of_an_installed_package_leaves_the_search_to_the_working_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    function = module_of(monkeypatch, "work", tmp_path / "lib" / "site-packages" / "work.py")
-    assert api._workload(function) == ("work:train", Path.cwd())
 
 
 def test_function_of_a_script_is_named_by_the_scripts_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -134,19 +121,6 @@ def test_what_is_no_plain_data_is_refused() -> None:
         launch(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="overrides"):
         launch("petnames", overrides="params.epochs=3")
-
-
-def test_changes_are_texts_as_set_takes_them() -> None:
-    changes = api._override_texts({"lr": 1e-5, "names": Path("a b")}, {"checkpoint.keep": 2, "env.A": "1"})
-    assert changes == ["checkpoint.keep=2", 'env.A="1"', "params.lr=1e-05", 'params.names="a b"']
-    assert api._override_texts(None, ["a=b"]) == ["a=b"]
-
-
-def test_model_and_dict_say_the_same() -> None:
-    data = {"workload": "petnames", "cluster": {"class": "dask.Cluster", "kwargs": {"n": 1}}, "params": {"epochs": 3}}
-    described = api._config_source(RunConfig.model_validate(data))
-    assert RunConfig.model_validate(described[1]) == RunConfig.model_validate(data)
-    assert api._config_source(data)[1] == data
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
-"""Errors and texts, CI services, and packages that are optional."""
+"""Errors and texts, and CI services."""
 
 from __future__ import annotations
-
-import importlib.metadata
 
 import pytest
 
 from ddptrain import ci
-from ddptrain.errors import ConfigError, ExitCode, Interrupted, Problem, UsageError, one_line
-from ddptrain.optional_packages import install_command
+from ddptrain.errors import UsageError, one_line
 from ddptrain.sanitize import sanitized
 
-# --- The texts of errors: one line, and problems with their parts ---
+# --- The texts of errors ---
 
 
 @pytest.mark.parametrize(
@@ -27,27 +24,6 @@ from ddptrain.sanitize import sanitized
 )
 def test_one_line_is_the_first_one_or_else_the_type(error: BaseException | str, line: str) -> None:
     assert one_line(error) == line
-
-
-@pytest.mark.parametrize(
-    ("problem", "text"),
-    [
-        (Problem("c.yaml:3", "a.b", "is wrong", "fix it"), "c.yaml:3: a.b: is wrong (fix it)"),
-        (Problem("c.yaml", "", "is empty"), "c.yaml: is empty"),
-        (Problem("", "params.x", "unknown key"), "params.x: unknown key"),
-    ],
-)
-def test_problem_shows_only_the_parts_that_it_has(problem: Problem, text: str) -> None:
-    assert str(problem) == text
-
-
-def test_configuration_error_lists_its_problems_and_means_exit_code_2() -> None:
-    error = ConfigError([Problem("a", "", "x"), Problem("b", "", "y")])
-    assert (str(error), error.exit_code) == ("a: x\nb: y", ExitCode.USAGE)
-
-
-def test_interruption_has_the_exit_code_of_its_signal() -> None:
-    assert (Interrupted(2).exit_code, str(Interrupted(15))) == (130, "interrupted by SIGTERM")
 
 
 # --- What of a foreign text reaches a terminal ---
@@ -84,24 +60,6 @@ def test_marks_keep_two_names_apart() -> None:
     assert sanitized(f"a{ESC}[1mb\u202e", mark="?") == "a?[1mb?"
 
 
-# --- The command that installs the packages of an extra ---
-
-
-def test_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    required = ["torch>=2.6", 'onnx>=1.17; extra == "onnx"', "onnxscript; extra == 'onnx'", 'onnx2; extra == "onnx2"']
-    monkeypatch.setattr(importlib.metadata, "requires", lambda _: required)
-    assert install_command("onnx") == "pip install 'onnx>=1.17' onnxscript"
-    assert install_command("missing") == "pip install 'ddptrain[missing]'"
-
-
-def test_package_without_metadata_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> list[str]:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", missing)
-    assert install_command("s3") == "pip install 'ddptrain[s3]'"
-
-
 # --- The CI service, and annotations exactly as GitHub parses them ---
 
 
@@ -136,10 +94,6 @@ def test_annotation_escapes_what_ends_a_property_or_a_line() -> None:
         ci.annotation("error", "50%: a,\r\nb::c", title="x: y, z%", file="a,b:c.py", line=12)
         == "::error file=a%2Cb%3Ac.py,line=12,title=x%3A y%2C z%25::50%25: a,%0D%0Ab::c"
     )
-
-
-def test_annotation_without_a_place_has_no_properties() -> None:
-    assert ci.annotation("warning", "late", line=3) == "::warning::late"
 
 
 def test_annotation_holds_no_control_characters() -> None:

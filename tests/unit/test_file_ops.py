@@ -1,12 +1,10 @@
-"""Atomic writes, appends, locks, temporary folders and hashes; and that no other module has its own."""
+"""Atomic writes, appends, locks, temporary folders and hashes."""
 
 from __future__ import annotations
 
-import ast
 import errno
 import fcntl
 import os
-import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -15,42 +13,7 @@ import pytest
 
 from ddptrain import file_ops
 
-PACKAGE = Path(file_ops.__file__).parent
 # Calls that belong to file_ops alone, as they are written in source code.
-OWNED = {
-    "os.replace", "os.rename", "fcntl.flock", "fcntl.lockf", "hashlib.sha256", "hashlib.file_digest", "hashlib.new",
-    "tempfile.mkstemp", "tempfile.NamedTemporaryFile",
-}  # fmt: skip
-EXCEPTIONS = {
-    ("cli/main.py", "tempfile.mkstemp"): "a crash log has a new name and is never renamed",
-}
-
-
-def owned_calls(source: str) -> set[str]:
-    """The owned functions that a module names, also as `from os import replace`."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute):
-            found.add(ast.unparse(node))
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & OWNED
-
-
-def test_files_are_replaced_locked_and_hashed_in_one_module() -> None:
-    found = {
-        (path.relative_to(PACKAGE).as_posix(), call)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path != PACKAGE / "file_ops.py"
-        for call in owned_calls(path.read_text(encoding="utf-8"))
-    }
-    assert found == EXCEPTIONS.keys()
-
-
-def test_the_search_sees_both_ways_to_name_a_function() -> None:
-    assert owned_calls("import os\nos.replace(a, b)") == {"os.replace"}
-    assert owned_calls("from hashlib import sha256") == {"hashlib.sha256"}
-    assert owned_calls("text.replace('a', 'b')") == set()
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -84,27 +47,6 @@ def test_links_and_fifos_are_not_opened(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=name) as caught:
             file_ops.open_regular(tmp_path / name)
         assert caught.value.errno == number
-
-
-def test_appends_go_to_the_end_whoever_else_writes(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with pytest.raises(FileNotFoundError):
-        file_ops.open_append(path)
-    first, second = file_ops.open_append(path, create_mode=0o600), file_ops.open_append(path)
-    for descriptor, data in ((first, b"one "), (second, b"two "), (first, b"three")):
-        file_ops.write_all(descriptor, data)
-    assert path.read_bytes() == b"one two three" and stat.S_IMODE(path.stat().st_mode) == 0o600
-    os.close(first)
-    os.close(second)
-
-
-def test_write_all_goes_on_after_a_short_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    descriptor = os.open(tmp_path / "x", file_ops.CREATE)
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:2])))
-    file_ops.write_all(descriptor, b"12345")
-    os.close(descriptor)
-    assert (tmp_path / "x").read_bytes() == b"12345"
 
 
 def test_exclusive_lock_keeps_out_all_and_shared_ones_do_not_keep_out_each_other(tmp_path: Path) -> None:
@@ -165,35 +107,6 @@ def test_next_temp_folder_deletes_those_of_killed_processes(tmp_path: Path) -> N
     assert set(os.listdir(tmp_path)) == names and (elsewhere / ".lock").exists()
     for descriptor in (lock, lock_too):
         os.close(descriptor)
-
-
-def test_temp_folder_that_was_deleted_before_its_lock_was_taken_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[int] = []
-
-    def another_process_is_first(descriptor: int) -> None:
-        waits.append(descriptor)
-        if len(waits) == 1:
-            (folder,) = tmp_path.iterdir()
-            shutil.rmtree(folder)
-
-    monkeypatch.setattr(file_ops, "wait_for_lock", another_process_is_first)
-    folder, lock = file_ops.make_temp_folder("worker-", tmp_path)
-    assert len(waits) == 2 and list(tmp_path.iterdir()) == [folder]
-    os.close(lock)
-
-
-def test_temp_folder_is_made_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(descriptor: int) -> bool:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(file_ops, "wait_for_lock", no_locks)
-    monkeypatch.setattr(file_ops, "try_lock", no_locks)
-    made = [file_ops.make_temp_folder("worker-", tmp_path) for _ in range(2)]
-    assert {folder for folder, _ in made} == set(tmp_path.iterdir())
-    for _, lock in made:
-        os.close(lock)
 
 
 def test_private_folder_has_private_parents_whatever_the_umask(tmp_path: Path) -> None:

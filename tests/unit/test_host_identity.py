@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from ddptrain import host_identity
-from ddptrain.clusters.processes import Relation, is_loopback, relation, where_to_run
-from ddptrain.host_identity import HostId, file_view, this_host
+from ddptrain.clusters.processes import Relation, is_loopback, relation
+from ddptrain.host_identity import HostId, this_host
 
 HERE = HostId(name="login1", machine="m1", boot="b1", pids="pid:[1]")
 
@@ -36,15 +35,6 @@ def test_relation_of_a_recorded_host_to_this_one(changes: dict[str, str], expect
     assert relation(dataclasses.replace(HERE, **changes), HERE) == expected
 
 
-def test_message_names_both_hosts_or_says_that_the_names_are_equal() -> None:
-    other = dataclasses.replace(HERE, name="login2", boot="b2")
-    assert where_to_run(other, HERE) == "the host login2, and this is login1: run the command on login2"
-    same_name = dataclasses.replace(HERE, boot="b2", machine="m2")
-    assert where_to_run(same_name, HERE) == (
-        "another machine or container that is also called login1: run the command there"
-    )
-
-
 def test_this_host_is_known_by_more_than_its_name() -> None:
     here = this_host()
     assert here.name and here.boot and here.pids
@@ -64,11 +54,3 @@ def test_this_host_is_known_by_more_than_its_name() -> None:
 )
 def test_loopback_addresses(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
-
-
-def test_files_are_seen_alike_with_the_same_boot_mounts_root_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = file_view()
-    monkeypatch.setattr("os.geteuid", lambda: 4711)
-    assert file_view() != here and file_view().endswith(" 4711")
-    monkeypatch.setattr(host_identity, "_link", lambda path: "")
-    assert file_view() == ""

@@ -98,10 +98,15 @@ def _known_backend(name: str) -> str:
 
 
 _CLASSES = {"saturn": "dask_saturn.SaturnCluster"}  # backend -> the class for which it stands
-_REQUIRED = {"ssh": "hosts", "kubernetes": "image"}  # backend -> the field without which its section is of no use
-_SET = {
-    "ssh": "write cluster.ssh.hosts, or --host NAME",
-    "kubernetes": "write cluster.kubernetes.image, or --set cluster.kubernetes.image=IMAGE",
+BACKEND_FIELDS = ("ssh", "slurm", "kubernetes", "address", "class")  # the fields that only the backend of that name has
+_REQUIRED = {  # backend -> the field that it needs, and what to write
+    "ssh": ("ssh.hosts", "write cluster.ssh.hosts, or --host NAME"),
+    "kubernetes": (
+        "kubernetes.image",
+        "write cluster.kubernetes.image, or --set cluster.kubernetes.image=IMAGE",
+    ),
+    "address": ("address", "give the scheduler's address, as tcp://host:8786, or its file, as ./scheduler.json"),
+    "class": ("class", "name it as package.Cluster"),
 }
 
 
@@ -192,54 +197,26 @@ class ClusterConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _backend_follows_from_its_section(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "backend" not in data:
-            implied = [backend for field, backend in _IMPLIED.items() if data.get(field) is not None]
-            return {**data, "backend": implied[0]} if implied else data
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _section_that_may_be_left_out_has_its_defaults(cls, data: Any) -> Any:
-        backend = data.get("backend") if isinstance(data, dict) else None
-        if backend in _SECTIONS and backend not in _REQUIRED and data.get(backend) is None:
-            return {**data, backend: {}}
-        return data
+    def _backend_and_its_section_imply_each_other(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        implied = [field for field in BACKEND_FIELDS if data.get(field) is not None]
+        if implied and "backend" not in data:
+            data = {**data, "backend": implied[0]}
+        return {**data, "slurm": {}} if data.get("backend") == "slurm" and data.get("slurm") is None else data
 
     @model_validator(mode="after")
-    def _address_goes_with_its_backend(self) -> Self:
-        if self.address is not None and self.backend != "address":
-            raise _misplaced("address", self.backend, "address")
-        if self.address is None and self.backend == "address":
-            raise wrong_field(
-                "address",
-                "is required, as cluster.backend is address",
-                "give the scheduler's address, as tcp://host:8786, or its file, as ./scheduler.json",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _section_goes_with_its_backend(self) -> Self:
-        for field in _SECTIONS:
-            if getattr(self, field) is not None and self.backend != field:
+    def _fields_go_with_the_backend(self) -> Self:
+        given = {field: getattr(self, "class_" if field == "class" else field) for field in BACKEND_FIELDS}
+        for field, value in given.items():
+            if value is not None and self.backend != field:
                 raise _misplaced(field, self.backend, field)
-        if self.backend in _REQUIRED and getattr(self, self.backend) is None:
-            field = f"{self.backend}.{_REQUIRED[self.backend]}"
-            raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", _SET[self.backend])
-        if self.class_ is not None and self.backend != "class":
-            raise _misplaced("class", self.backend, "class")
-        if self.backend == "class" and self.class_ is None:
-            raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
-        if self.kwargs and self.backend in plugin_names.BACKENDS.built_in and self.backend not in ("class", *_CLASSES):
+        if self.backend in _REQUIRED and given[self.backend] is None:
+            field, hint = _REQUIRED[self.backend]
+            raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", hint)
+        if self.kwargs and self.backend in plugin_names.BACKENDS.built_in and not self.class_name:
             raise _misplaced("kwargs", self.backend, "class")
         return self
-
-
-# The backends that have a section of their own.
-_SECTIONS = ("ssh", "slurm", "kubernetes")
-# Field -> the backend that follows from it.
-_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")}
-BACKEND_FIELDS = tuple(_IMPLIED)
 
 
 def _misplaced(field: str, backend: str, wanted: str) -> Exception:

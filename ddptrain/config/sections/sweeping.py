@@ -68,15 +68,11 @@ class Distribution(Strict):
         return data
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
+    def _limits_and_step_fit(self) -> Self:
         kinds = [name for name in _KINDS if getattr(self, name) is not None]
         if len(kinds) != 1:
             got = " and ".join(kinds) if kinds else "none of them"
             raise wrong_field("", f"expected one of {', '.join(_KINDS)}, got {got}", "as in {log: [0.0001, 0.1]}")
-        return self
-
-    @model_validator(mode="after")
-    def _limits_fit(self) -> Self:
         name = self.kind
         low, high = getattr(self, name)
         if not low < high:
@@ -85,17 +81,12 @@ class Distribution(Strict):
             raise wrong_field(name, f"the lower limit is {low:g}, and has no logarithm", "write a number above 0")
         if self.is_whole and not (float(low).is_integer() and float(high).is_integer()):
             raise wrong_field(name, f"the limits {low:g} and {high:g} are not whole numbers", "write uniform or log")
-        return self
-
-    @model_validator(mode="after")
-    def _step_fits(self) -> Self:
         if self.step is None:
             return self
-        if self.kind.startswith("log"):
-            raise wrong_field("step", f"is given, but {self.kind} has none", "leave it out")
+        if name.startswith("log"):
+            raise wrong_field("step", f"is given, but {name} has none", "leave it out")
         if self.is_whole and not self.step.is_integer():
-            raise wrong_field("step", f"is {self.step:g}, but {self.kind} has whole numbers", "write a whole number")
-        low, high = self.limits
+            raise wrong_field("step", f"is {self.step:g}, but {name} has whole numbers", "write a whole number")
         if self.step > high - low:
             raise wrong_field("step", f"is {self.step:g}, more than the distance of the limits", "write a smaller one")
         return self

@@ -95,11 +95,11 @@ async def _ask(client: Client, host: str, worker: str, ranks: int) -> tuple[Host
 
 
 def _measured(cluster: str, free: int) -> list[Check]:
-    """Run `rank/cluster_probe.py` on all free slots, as a run of its own, and judge what it has measured."""
+    """Run `rank/probes.py` on all free slots, as a run of its own, and judge what it has measured."""
     with tempfile.TemporaryDirectory(prefix="ddptrain-doctor-") as folder:
         config = {
             "name": "doctor",
-            "workload": "ddptrain.rank.cluster_probe:measure",
+            "workload": "ddptrain.rank.probes:measure",
             "cluster": {"ranks": {"min": 1, "max": free}},
             "failure": {"hang_timeout_s": 60},
             "results": {"dir": folder},

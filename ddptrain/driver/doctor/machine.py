@@ -39,7 +39,7 @@ def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
     folder = Path.cwd() if is_url(runs_dir) else _existing(Path(runs_dir))
     with ThreadPoolExecutor() as pool:
         facts = pool.submit(_facts, HostFacts, "ddptrain.worker.host_facts", [str(folder)], environ)
-        torch = pool.submit(_facts, TorchFacts, "ddptrain.rank.torch_probe", [], environ)
+        torch = pool.submit(_facts, TorchFacts, "ddptrain.rank.probes", [], environ)
         store = pool.submit(_store, runs_dir)
         servers = list(pool.map(check_server, _servers(environ)))
         checks = [Check("Python", Result.OK, f"{platform.python_version()}, {sys.executable}")]

@@ -107,44 +107,28 @@ class Checkpoints:
         self._waits = due and not last and not self._gradients.is_whole
         if not due or self._waits:
             return False, False
-        began = time.monotonic()
-        self._start(model, optimizer, step, optional("epoch", epoch), numbers(metrics), rank_state, more)
+        began, rank, number = time.monotonic(), self._spec.rank, self._count + 1
+        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": numbers(metrics)}
+        encoded, epoch, gradients = plain_bytes(own), optional("epoch", epoch), self._gradients.state()
+        self._count, self._agreement.has_saved = number, True
+        if rank != 0 and not is_sharded(model):
+            self._agreement.give_state(number, b"\n" + encoded)
+        else:
+            self.wait()  # the previous checkpoint must be written before its memory is used again
+            state: dict[str, Any] = {"step": step, "epoch": epoch, "extra": dict(more)}
+            state |= {"world_size": self._spec.placement.world_size, "loaders": self._loaders.state()}
+            if gradients is not None:
+                state["gradients"] = gradients
+            copied = self._buffers.take(model, optimizer, state if rank == 0 else {})
+            to_write = _Save(number, step, epoch, self._artifacts.new_staging("checkpoint"), copied, encoded)
+            self._thread = threading.Thread(target=self._run, args=(to_write,), name="ddptrain-saver", daemon=True)
+            self._thread.start()
+            self._agreement.saved()
         if not self._spec.config.checkpoint.asynchronous or ends:
             self.wait()
-        if self._spec.rank == 0:
+        if rank == 0:
             self._emitter.timed("checkpoint", time.monotonic() - began)
         return True, ends and not last
-
-    def _start(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: int,
-        epoch: float | None,
-        metrics: dict[str, float],
-        rank_state: Any,
-        more: Mapping[str, Any],
-    ) -> None:
-        """Copy everything into host memory, and start the thread that writes it."""
-        rank = self._spec.rank
-        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": metrics}
-        encoded = plain_bytes(own)
-        self._count += 1
-        self._agreement.has_saved = True
-        gradients = self._gradients.state()
-        if rank != 0 and not is_sharded(model):
-            self._agreement.give_state(self._count, b"\n" + encoded)
-            return
-        self.wait()  # the previous checkpoint must be written before its memory is used again
-        state: dict[str, Any] = {"step": step, "epoch": epoch, "extra": dict(more)}
-        state |= {"world_size": self._spec.placement.world_size, "loaders": self._loaders.state()}
-        if gradients is not None:
-            state["gradients"] = gradients
-        copied = self._buffers.take(model, optimizer, state if rank == 0 else {})
-        save = _Save(self._count, step, epoch, self._artifacts.new_staging("checkpoint"), copied, encoded)
-        self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
-        self._thread.start()
-        self._agreement.saved()
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until no checkpoint is being written; return False after `deadline_s` seconds.
@@ -209,14 +193,19 @@ class Checkpoints:
             given = [b"\n" + save.own, *self._agreement.states(save.number, self._hurry)]
         except TimeoutError:
             return False
-        self._note_missing(given, save)
-        if not is_whole and None in given:
+        missing = {number for number, state in enumerate(given) if state is None}
+        lost = "its random state is not saved" if is_whole else "no checkpoint of the sharded model is saved"
+        for each in missing - self._missing:
+            text = f"rank {each} did not call ctx.checkpoint for step {save.step}: {lost}; all ranks must call it"
+            self._emitter.note(text, "warning")
+        self._missing |= missing
+        if missing and not is_whole:
             return False  # the slices of a rank are missing
         heads, states = [], []
-        for each in given:
-            head, _, encoded = (each or b"").partition(b"\n")
+        for state in given:
+            head, _, encoded = (state or b"").partition(b"\n")
             heads.append(json.loads(head or "{}"))
-            states.append(snapshot.from_bytes(encoded) if each is not None else None)
+            states.append(snapshot.from_bytes(encoded) if encoded else None)
         metrics = mean_metrics([state.pop("metrics", {}) for state in states if state is not None])
         written = *written, *files.write_state(save.folder, {**save.snapshot.state, "metrics": metrics}, states)
         if is_whole:
@@ -230,14 +219,6 @@ class Checkpoints:
         place = save.step, save.folder.name, written, save.epoch, metrics, parts, finite
         self._emitter.emit(events.CheckpointSaved(time.time_ns(), *place))
         return True
-
-    def _note_missing(self, given: Sequence[bytes | None], save: _Save) -> None:
-        is_whole = save.snapshot.places is None
-        lost = "its random state is not saved" if is_whole else "no checkpoint of the sharded model is saved"
-        for rank in {rank for rank, state in enumerate(given) if state is None} - self._missing:
-            self._missing.add(rank)
-            text = f"rank {rank} did not call ctx.checkpoint for step {save.step}: {lost}; all ranks must call it"
-            self._emitter.note(text, "warning")
 
     # --- resume ---
 

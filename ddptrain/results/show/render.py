@@ -24,7 +24,7 @@ from ddptrain.results.run_record import (
     RunStatus,
     root_cause,
 )
-from ddptrain.results.selection import Field, RunFields, cells, header
+from ddptrain.results.selection import RunFields, cells, header
 from ddptrain.results.system import read_system, use_lines
 from ddptrain.results.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
@@ -55,7 +55,7 @@ _KIB = 1024.0
 _TRACE = re.compile(r"profile/steps-(\d{1,18})-(\d{1,18})/rank-\d{1,9}\.pt\.trace\.json\.gz")
 
 
-def run_table(runs: Sequence[RunFields], extra: Sequence[Field] = ()) -> list[tuple[str, ...]]:
+def run_table(runs: Sequence[RunFields], extra: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """Return the table of runs with its header: HEADER, `extra` fields, and tags and notes if there are any."""
     marks = [(" ".join(run.view.annotations.tags), _short(run.view.annotations.note)) for run in runs]
     has_tags, has_notes = (any(mark[column] for mark in marks) for column in (0, 1))

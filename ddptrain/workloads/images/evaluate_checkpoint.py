@@ -13,12 +13,11 @@ from ddptrain.config.wording import counted, listed
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.held_out import evaluated_only, evaluated_params
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.image_loader import ImageLoader
+from ddptrain.workloads.images.loader.batches import BadImages, val_loader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.saved_classifier import SavedConfig, load_classifier
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.validation import check_bad_on_all_ranks
-from ddptrain.workloads.images.validation import evaluate as evaluate_model
+from ddptrain.workloads.images.train import evaluate as evaluate_model
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -46,20 +45,19 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
     described = config.model_dump()
     outputs = torch.tensor(class_outputs(everything.classes, config), device=ctx.device)
     pixels = PixelNormalizer(described, ctx.device)
-    numbers = itertools.count(1)
-    location = manifest.location(settings)
-    with ImageLoader(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, print) as loader:
-        score = evaluate_model(
-            model.to(ctx.device),
-            pixels,
-            loader.validate(),
-            outputs,
-            seen=lambda: ctx.progress(next(numbers), unit="batches"),
-        )
-        check_bad_on_all_ranks(loader, manifest, settings.max_bad_fraction, ctx.device)
-    if score.n != len(manifest.val):
-        checkpoint.notes.append(f"{len(manifest.val) - score.n:,} of {len(manifest.val):,} images could not be read")
-    return score.metrics()
+    numbers, bad = itertools.count(1), BadImages(manifest, settings.max_bad_fraction)
+    batches = val_loader(ctx, manifest, settings)
+    metrics = evaluate_model(
+        model.to(ctx.device),
+        pixels,
+        batches,
+        outputs,
+        bad,
+        report=lambda: ctx.progress(next(numbers), unit="batches"),
+    )
+    if n_bad := bad.check(ctx.device):
+        checkpoint.notes.append(f"{n_bad:,} of {len(manifest.val):,} images could not be read")
+    return metrics
 
 
 def comparable_classes(images: Sequence[str], models: Sequence[Sequence[str]]) -> list[str]:

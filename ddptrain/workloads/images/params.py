@@ -105,7 +105,7 @@ class ImagesParams(BaseModel):
     )
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
-        "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
+        "auto", description="Workers of a rank that read and decode images; 0 does it in the rank itself."
     )
     requests: int = Field(64, ge=1, le=1024, description="Requests of a rank to the store at the same time.")
     cache: CacheParams | None = Field(None, description="Keep images on the hosts; null keeps none.")

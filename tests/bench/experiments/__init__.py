@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bench.experiments import checkpoint, first_step, images, restart, steady
+from tests.bench.experiments import checkpoint, first_step, images, restart, scale, steady
 from tests.bench.measure import Experiment
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -12,4 +12,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     checkpoint.EXPERIMENT,
     checkpoint.LARGE,
     images.EXPERIMENT,
+    scale.WORKERS,
+    scale.RANKS,
+    scale.SLOW_LINK,
 )

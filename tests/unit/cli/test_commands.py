@@ -43,13 +43,17 @@ def test_page_of_a_code_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "runs" / "r-1"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"run_id": "r-1", "status": "failed", "exit_code": 4}')
-    assert main(["explain", "latest", "--runs-dir", str(tmp_path / "runs")]) == 0
+    failure = FailureRecord(rank=1, host="vm", type="ValueError", message="31 samples\nmore")
+    ended = RunRecord(run_id="r-1", status="failed", exit_code=1, failure=failure, checkpoints=("step-20", "step-10"))
+    write(tmp_path / "runs", ended)
+    place = f"--runs-dir {tmp_path}/runs"
+    assert main(["explain", "latest", *place.split()]) == 0
     out = capsys.readouterr().out
-    assert "run r-1 failed (exit code 4)" in out and "ddptrain explain 4 (likely causes, and what to do)" in out
-    assert f"ddptrain results show r-1 --runs-dir {tmp_path}/runs" in out
+    assert out.startswith("run r-1 failed (exit code 1)\n\nroot cause:\n  rank 1 on vm: ValueError: 31 samples\n")
+    assert f"\n  ddptrain results logs r-1 --rank 1 {place}\n" in out
+    assert "\n  the same command again, with --resume r-1 (continues from step-20)\n\nexit code 1: " in out
+    assert main(["explain", "latest", *place.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["root_cause"] == "rank 1 on vm: ValueError: 31 samples"
 
 
 # --- `ddptrain init`: files to start from, never in the place of others ---
@@ -117,6 +121,7 @@ def put(runs: Path, name: str, status: str, started: str) -> None:
 
 def put_sweep(runs: Path, name: str, started: str) -> None:
     put(runs / name, f"{name}-0000", "succeeded", started)
+    (runs / name / "run.json").write_text(json.dumps({"run_id": name, "kind": "sweep", "status": "succeeded"}))
     trial = TrialRecord(0, {}, TrialState.COMPLETE, 1.0, [1.0], run_ids=[f"{name}-0000"])
     SweepRecord(name, "s", "s.yaml", started, trials=[trial]).save(runs / name)
 

@@ -56,6 +56,7 @@ def test_show_prints_the_trials_of_a_sweep(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     trials = [TrialRecord(0, {"params.lr": 1}, TrialState.COMPLETE, 2.5)]
     (folder := tmp_path / "runs/search").mkdir(parents=True)
+    (folder / "run.json").write_text('{"run_id": "search", "kind": "sweep", "status": "running"}')
     SweepRecord("search", "pets", "pets.yaml", "2026-03-01T10:00:00Z", status="running", trials=trials).save(folder)
     for name in ("search", "runs/search/"):
         shown = invoke("show", name)

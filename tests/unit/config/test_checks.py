@@ -21,13 +21,6 @@ from tests.docs.reference import TARGET, configuration_page
 # --- Workloads and cluster backends by name ---
 
 
-def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
-    assert plugin_names.workload_target("petnames") == "ddptrain.workloads.petnames.train:train"
-    model = plugin_names.params_model("petnames")
-    assert model is not None
-    assert model.model_config.get("extra") == "forbid"
-
-
 def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
     names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.data.listing:prepare"
     mine = {"names": "mine.csv"}
@@ -43,23 +36,10 @@ def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
     assert plugin_names.prepare_target("mine:train", mine, here=True) == ""
 
 
-@pytest.mark.parametrize("name", ["train:main", "my_package.training:Trainer.fit"])
-def test_a_function_of_the_users_is_taken_as_it_is(name: str) -> None:
-    assert plugin_names.workload_target(name) == name
-    assert plugin_names.params_model(name) is None
-
-
 @pytest.mark.parametrize("name", ["a:", ":b", "a/b.py:main", "a.b:c:d", "a..b:c", "a b:c", "1a:b", "a:b\n"])
 def test_a_malformed_target_is_refused_with_the_form(name: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:function"):
         plugin_names.workload_target(name)
-
-
-def test_a_misspelt_workload_names_the_nearest_one_and_all_there_are() -> None:
-    with pytest.raises(ConfigError) as caught:
-        plugin_names.params_model("pet-name")
-    assert str(caught.value).startswith('workload "pet-name": there is no such workload')
-    assert "did you mean petnames?" in str(caught.value)
 
 
 def test_an_installed_package_offers_a_workload_without_being_imported(
@@ -77,17 +57,6 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
 
 
 # --- cluster backends ---
-
-
-@pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.built_in.items() if target])
-def test_class_of_every_backend_is_found(backend: str) -> None:
-    made = plugin_names.provider_class(backend)()
-    assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop", "reopen"))
-
-
-def test_backend_that_starts_nothing_says_so() -> None:
-    with pytest.raises(UsageError, match="address uses a cluster that is up"):
-        plugin_names.provider_class("address")
 
 
 def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
@@ -135,8 +104,3 @@ def test_each_field_has_a_description_of_its_own() -> None:
     ]
     assert missing == []
     assert schema["properties"]["cluster"]["description"] == "Where the ranks run, and how many there are."
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_example_names_the_schema_for_editors(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=ddptrain.schema.json\n")

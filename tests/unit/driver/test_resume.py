@@ -22,6 +22,7 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import DriverRecord, FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns
 
 
 def config(name: str = "night", **params: Any) -> ResolvedConfig:
@@ -37,7 +38,7 @@ def ended(runs: Path, run_id: str, status: RunStatus, made_with: ResolvedConfig 
 
 
 def auto(runs: Path, of: ResolvedConfig | None = None) -> tuple[str | None, str]:
-    choice = choose(runs, "auto", of or config(), allow_changes=False)
+    choice = choose(LocalRuns(runs), "auto", of or config(), allow_changes=False)
     return (choice.folder.name if choice.folder else None), choice.reason
 
 
@@ -118,7 +119,7 @@ def test_runs_of_other_users_are_not_taken_up_and_do_not_keep_us_waiting(tmp_pat
     before = (tmp_path / "theirs" / "run.lock").stat().st_mtime_ns
     assert auto(tmp_path)[0] == "ours"
     with pytest.raises(UsageError, match=r"run theirs in .* can't be resumed: .*belongs to another user"):
-        choose(tmp_path, "theirs", config(), allow_changes=True)
+        choose(LocalRuns(tmp_path), "theirs", config(), allow_changes=True)
     with pytest.raises(UsageError, match="belongs to another user"):
         idempotent(tmp_path, "theirs")
     with pytest.raises(ResultsError, match="belongs to another user"):
@@ -127,7 +128,7 @@ def test_runs_of_other_users_are_not_taken_up_and_do_not_keep_us_waiting(tmp_pat
 
 
 def idempotent(runs: Path, run_id: str, of: ResolvedConfig | None = None, *, allow_changes: bool = False) -> Choice:
-    return choose(runs, "auto", of or config(), allow_changes=allow_changes, run_id=run_id)
+    return choose(LocalRuns(runs), "auto", of or config(), allow_changes=allow_changes, run_id=run_id)
 
 
 def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_path: Path) -> None:
@@ -158,13 +159,13 @@ def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_pa
 def test_auto_goes_on_with_other_parameters_where_they_are_allowed(tmp_path: Path, status: RunStatus) -> None:
     ended(tmp_path, "older", RunStatus.FAILED)
     ended(tmp_path, "newer", status)
-    choice = choose(tmp_path, "auto", config(epochs=9), allow_changes=True)
+    choice = choose(LocalRuns(tmp_path), "auto", config(epochs=9), allow_changes=True)
     assert choice.folder == tmp_path / "newer" and choice.reason.endswith(", with params.epochs 5 (now 9)")
 
 
 def test_a_run_that_was_resumed_since_it_was_chosen_is_not_resumed_again(tmp_path: Path) -> None:
     ended(tmp_path, "one", RunStatus.FAILED)
-    seen = choose(tmp_path, "auto", config(), allow_changes=False).driver
+    seen = choose(LocalRuns(tmp_path), "auto", config(), allow_changes=False).driver
     layout = RunLayout(tmp_path / "one")
     record = dataclasses.replace(load_run(layout.root).record, driver=DriverRecord(1, "another-host", "its-boot"))
     layout.run_json.write_text(record.to_json())
@@ -176,11 +177,11 @@ def test_named_run_is_refused_where_it_succeeded_or_was_another(tmp_path: Path) 
     ended(tmp_path, "good", RunStatus.SUCCEEDED)
     ended(tmp_path, "other", RunStatus.FAILED, config(epochs=1))
     with pytest.raises(UsageError, match="run good has succeeded"):
-        choose(tmp_path, "good", config(), allow_changes=False)
+        choose(LocalRuns(tmp_path), "good", config(), allow_changes=False)
     with pytest.raises(UsageError, match=r"other settings; --allow-changes continues.*\n  params\.epochs 1 \(now 5\)"):
-        choose(tmp_path, "other", config(), allow_changes=False)
+        choose(LocalRuns(tmp_path), "other", config(), allow_changes=False)
     with pytest.raises(RunNotFound):
-        choose(tmp_path, "nothing", config(), allow_changes=False)
+        choose(LocalRuns(tmp_path), "nothing", config(), allow_changes=False)
 
 
 def test_secrets_are_not_taken_for_changes(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import commands
-from ddptrain.protocol.commands import CommandError, CommandReader
+from ddptrain.protocol.commands import CommandError
 from ddptrain.protocol.exec_env import (
     exec_only,
     leave_working_directory,
@@ -56,16 +55,6 @@ def test_spec_is_the_same_after_its_way_through_json() -> None:
     assert RankSpec.from_json(make_spec().to_json()) == make_spec()
 
 
-def test_key_names_run_attempt_and_rank() -> None:
-    assert make_spec(run_id="r", attempt=2, rank=3).key == "ddptrain/r/2/3"
-
-
-def test_port_of_the_store_is_the_only_change() -> None:
-    changed = FULL.with_port(99)
-    assert changed.group.master_port == 99
-    assert changed.with_port(FULL.group.master_port) == FULL
-
-
 def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
     def change(raw: dict[str, Any]) -> None:
         for name in path[:-1]:
@@ -89,17 +78,7 @@ def test_field_of_another_version_is_named(change: Callable[[dict[str, Any]], No
         RankSpec.from_json(json.dumps(raw))
 
 
-# --- Commands reach their handlers; other lines are counted, and only this process may post what its signals say ---
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[CommandReader, int]]:
-    read_fd, write_fd = os.pipe()
-    reader = CommandReader(read_fd)
-    with ExitStack() as stack:
-        for fd in (read_fd, reader._own_read_fd, reader._own_write_fd):
-            stack.callback(os.close, fd)
-        yield reader, write_fd
+# --- Any text is a command or refused ---
 
 
 @given(st.text())
@@ -162,15 +141,6 @@ def test_empty_entries_of_the_path_go_for_they_are_the_working_directory(path: s
     assert names_working_directory(environ) == named
     assert without_working_directory(environ) == {"PYTHONPATH": kept, "HOME": "/h"}
     assert exec_only(environ) == {"PYTHONPATH": kept}
-
-
-def test_path_of_empty_entries_alone_goes_as_a_whole() -> None:
-    assert without_working_directory({"PYTHONPATH": ":", "A": "b"}) == {"A": "b"}
-
-
-def test_environment_without_a_path_stays_as_it_is() -> None:
-    assert not names_working_directory({})
-    assert without_working_directory({"A": "b"}) == {"A": "b"}
 
 
 @pytest.mark.parametrize(

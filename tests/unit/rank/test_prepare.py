@@ -105,24 +105,23 @@ def test_model_is_wrapped_only_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "mode", "used"),
+    ("chosen", "is_unusable", "used"),
     [
-        ("", None, "the user's cache"),
-        ("", 0o700, "the user's cache"),
-        ("/tmp/torchinductor_someone", None, "the user's cache"),  # torch's default
-        ("/mine", None, "as chosen"),
-        ("", 0o770, "staging"),  # others could write code that is executed
+        ("", False, "the user's cache"),
+        ("/tmp/torchinductor_someone", False, "the user's cache"),  # torch's default
+        ("/mine", False, "as chosen"),
+        ("", True, "staging"),
     ],
 )
 def test_folder_of_compiled_code_is_private_or_the_users_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, mode: int | None, used: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, is_unusable: bool, used: str
 ) -> None:
     root, spec = tmp_path / "ddptrain" / "compile", make_spec(env={"TORCHINDUCTOR_CACHE_DIR": chosen} if chosen else {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen)
-    if mode is not None:
-        root.mkdir(parents=True)
-        root.chmod(mode)
+    if is_unusable:
+        root.parent.mkdir()
+        root.write_text("a file")
     use_compile_cache(spec)
     folders = {"the user's cache": str(root), "as chosen": chosen, "staging": str(Path(spec.host.staging) / "compile")}
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == folders[used]

@@ -68,16 +68,12 @@ def test_configured_steps_are_recorded_and_no_others(make: Make) -> None:
     )
 
 
-def test_profile_of_the_first_steps_begins_with_the_call(make: Make) -> None:
-    rank = make()
-    rank.context.profile(steps=(1, 2))
+def test_profile_of_the_first_steps_begins_with_the_resume(make: Make) -> None:
+    rank = make(profile=StepProfile(1, 2))
+    rank.context.resume(model=torch.nn.Linear(1, 1))
     for number in (1, 2, 3):
         rank.step(number)
     assert rank.recorded(TRACE.format(1, 2)) == [1, 2]
-    rank.context.profile(steps=(5, 5), ranks=[0])
-    for number in (4, 5):
-        rank.step(number)
-    assert rank.recorded(TRACE.format(5, 5)) == [5]
 
 
 def test_progress_in_steps_counts_and_that_of_samples_does_not(make: Make) -> None:
@@ -137,25 +133,6 @@ def test_other_ranks_record_nothing_and_a_rank_that_does_not_exist_is_told(make:
         rank.step(number)
     assert rank.saved() == {}
     assert rank.notes() == [("warning", "profile: there is no rank 1, 7: the run has ranks 0 to 0")]
-
-
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [
-        ((5, 3), r"the first step is 5, the last 3; write the lower one first"),
-        ((0, 3), "the first step is 0; steps count from 1"),
-        ((1, 101), "are 101 steps"),
-    ],
-)
-def test_wrong_steps_are_refused(make: Make, steps: tuple[int, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make().context.profile(steps=steps)
-
-
-def test_second_profile_at_the_same_time_is_refused(make: Make) -> None:
-    rank = make(profile=StepProfile(3, 5))
-    with pytest.raises(ValueError, match="the profile of steps 3 to 5 is not over"):
-        rank.context.profile(steps=(7, 8))
 
 
 def test_trace_that_cannot_be_written_is_a_warning(make: Make) -> None:

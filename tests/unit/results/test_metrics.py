@@ -148,14 +148,14 @@ def test_what_ranks_logged_counts_before_the_value_of_a_checkpoint() -> None:
     for saved_first in (False, True):
         latest = LatestMetrics()
         if saved_first:
-            latest.saved(2, {"loss": 0.5, "val/loss": 0.7})
+            latest.logged(None, 2, {"loss": 0.5, "val/loss": 0.7})
         latest.logged(0, 2, {"loss": 1.0})
         latest.logged(1, 2, {"loss": 3.0})
         if not saved_first:
-            latest.saved(2, {"loss": 0.5, "val/loss": 0.7})
+            latest.logged(None, 2, {"loss": 0.5, "val/loss": 0.7})
         assert latest.as_dict() == {"loss": 2.0, "val/loss": 0.7}
         latest.logged(0, 3, {"loss": 4.0})
-        latest.saved(2, {"loss": 0.1})  # it came home late
+        latest.logged(None, 2, {"loss": 0.1})  # it came home late
         assert latest.as_dict() == {"loss": 4.0, "val/loss": 0.7}
 
 
@@ -165,7 +165,7 @@ def test_values_without_a_step_are_the_newest_of_each_rank() -> None:
     latest.logged(1, None, {"loss": 2.0})
     latest.logged(0, None, {"loss": 4.0})
     assert latest.as_dict() == {"loss": 3.0}
-    latest.saved(5, {"loss": 0.5})
+    latest.logged(None, 5, {"loss": 0.5})
     latest.logged(0, None, {"loss": 8.0})
     assert latest.as_dict() == {"loss": 8.0}
 

@@ -15,7 +15,6 @@ from ddptrain.errors import UsageError
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
 from ddptrain.results.selection import (
-    Field,
     RunFields,
     Selection,
     cells,
@@ -105,13 +104,13 @@ def test_any_text_is_an_expression_or_a_usage_error(text: str) -> None:
 
 def test_fields_are_those_named() -> None:
     assert parse_expression("val/loss < 1 and best(a) > 2 and val/loss > 0").fields == (
-        Field("val/loss"),
-        Field("a", "best"),
+        "val/loss",
+        "best(a)",
     )
     assert parse_fields("name, best(val/loss),params.x-y") == [
-        Field("name"),
-        Field("val/loss", "best"),
-        Field("params.x-y"),
+        "name",
+        "best(val/loss)",
+        "params.x-y",
     ]
     for wrong in ("", "a < 1", "1", "a b"):
         with pytest.raises(UsageError):
@@ -171,7 +170,7 @@ def metrics(view: RunView, *values: tuple[int, int, float], name: str = "val/acc
 
 
 def value(view: RunView, name: str, kind: str = "") -> Any:
-    return RunFields(view)(Field(name, kind))
+    return RunFields(view)(f"{kind}({name})" if kind else name)
 
 
 def test_fields_of_a_run(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
 
 def test_a_sweep_that_loses_its_store_saves_and_ends(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[Any] = []
-    monkeypatch.setattr(NoUpload, "listen", lambda upload, warn, loss: lost.append(loss))
+    monkeypatch.setattr(NoUpload, "begin", lambda upload, warn, loss: lost.append(loss))
 
     def taken(params: dict[str, Any], run: StubRun) -> str:
         if len(sweeper.begun) == 2:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from distributed import Client, Future, Security
+from distributed import Client, Future
 
 from ddptrain.protocol.news import RankExit
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
@@ -34,11 +34,9 @@ class DaskBench:
         self,
         folder: Path,
         env: Mapping[str, str] | None = None,
-        tls_dir: Path | None = None,
     ) -> None:
         self.folder = folder
         self.env = dict(env or os.environ)
-        self.tls_dir = tls_dir
         self.scheduler_file = folder / "scheduler.json"
         self.started: list[subprocess.Popen[bytes]] = []
 
@@ -69,9 +67,8 @@ class DaskBench:
 
     def scheduler(self) -> subprocess.Popen[bytes]:
         """A plain Dask scheduler."""
-        tls = {f"tls_{name}": f"{self.tls_dir}/{file}" for name, file in _TLS.items()} if self.tls_dir else {}
-        words = (str(self.scheduler_file), json.dumps(tls))
-        process = self.start("scheduler", "-P", str(Path(__file__).with_name("plain_scheduler.py")), *words)
+        program = str(Path(__file__).with_name("plain_scheduler.py"))
+        process = self.start("scheduler", "-P", program, str(self.scheduler_file))
         until(self.scheduler_file.exists, "the scheduler's file")
         return process
 
@@ -89,23 +86,14 @@ class DaskBench:
     @contextlib.contextmanager
     def driver(self, run_id: str = "r-1", workers: int = 0) -> Iterator[Driver]:
         """A driver, connected once `workers` workers have joined."""
-        security = None
-        if self.tls_dir is not None:
-            certificate, key = str(self.tls_dir / "cert.pem"), str(self.tls_dir / "key.pem")
-            security = Security(
-                require_encryption=True, tls_ca_file=certificate, tls_client_cert=certificate, tls_client_key=key
-            )
         address = json.loads(self.scheduler_file.read_text())["address"]
-        with Client(address, set_as_default=False, security=security, timeout=PATIENCE_S) as client:
+        with Client(address, set_as_default=False, timeout=PATIENCE_S) as client:
             driver = Driver(client, run_id, self.env)
             until(lambda: len(driver.workers) >= workers, lambda: f"{workers} workers: {self._said()}")
             yield driver
 
     def _said(self) -> str:
         return "\n".join(path.read_text() for path in self.folder.glob("*.log"))
-
-
-_TLS = {"ca_file": "cert.pem", "scheduler_cert": "cert.pem", "scheduler_key": "key.pem"}
 
 
 class Driver:

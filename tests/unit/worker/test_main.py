@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.clusters.security import make_tls
 from ddptrain.worker import driver_calls
 from ddptrain.worker.rank_server_client import RankServerLost
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
@@ -86,17 +85,6 @@ def test_more_slots_than_gpus_are_refused(dask: DaskBench) -> None:
     assert left_files(dask) == []
 
 
-def test_rank_server_that_cannot_start_is_reported_as_a_fault(tmp_path: Path) -> None:
-    env = Bench(tmp_path, at_import="raise ImportError('libcudart.so: cannot open')").env
-    with DaskBench(tmp_path, env) as dask:
-        dask.scheduler()
-        dask.ours("--slots", "1", "--gpus", "none")
-        with dask.driver(workers=1) as driver:
-            warm = driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
-            assert not warm["warm"]
-            assert "libcudart.so: cannot open" in warm["fault"]
-
-
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "scheduler"])
 def test_worker_ends_with_its_ranks_and_leaves_nothing(dask: DaskBench, end: str) -> None:
     scheduler = dask.scheduler()
@@ -148,24 +136,6 @@ def test_worker_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path, whe
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_tls_worker_joins_with_the_clusters_certificate_alone(tmp_path: Path) -> None:
-    (tmp_path / "tls").mkdir()
-    make_tls(tmp_path / "tls")
-    (tmp_path / "other").mkdir()
-    make_tls(tmp_path / "other")
-    with DaskBench(tmp_path, Bench(tmp_path).env, tmp_path / "tls") as dask:
-        dask.scheduler()
-        dask.ours("--slots", "1", "--gpus", "none", "--tls-dir", str(tmp_path / "tls"))
-        stranger = dask.ours("--slots", "1", "--tls-dir", str(tmp_path / "other"), "--timeout", "2", name="stranger")
-        plain = dask.ours("--slots", "1", "--timeout", "2", name="plain")
-        with dask.driver(workers=1) as driver:
-            assert driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")["warm"]
-            assert (stranger.wait(60), plain.wait(60)) == (4, 4)
-            assert "perhaps check your TLS configuration" in dask.log("plain").read_text()
-            assert list(driver.workers) == ["ours"]
-            assert driver.workers["ours"].startswith("tls://127.0.0.1:")
-
-
 def test_removed_run_ends_its_ranks_and_deletes_its_files(dask: DaskBench) -> None:
     dask.scheduler()
     dask.ours("--slots", "2", "--gpus", "none")
@@ -188,22 +158,6 @@ def test_removed_run_ends_its_ranks_and_deletes_its_files(dask: DaskBench) -> No
             "rank-server.log",
             "token",
         ]
-
-
-def test_slot_is_used_again_only_when_its_last_rank_has_ended(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "1", "--gpus", "none")
-    with dask.driver("second", workers=1) as second:
-        second.attach("ours")
-        with dask.driver("first") as first:
-            first.attach("ours")
-            stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}"
-            first.start("ours", stubborn, grace_s=1.0)
-            first.wait_for("ours", "\n")
-            old = int(first.said("ours"))
-        later = second.start("ours", f"import os; say(os.path.exists('/proc/{old}'))")
-        assert ended(later).status == 0
-        assert second.said("ours") == "False\n"
 
 
 def test_rank_whose_driver_leaves_while_it_starts_is_ended(dask: DaskBench) -> None:
@@ -232,20 +186,6 @@ def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> Non
         second.attach("ours")
         assert ended(second.start("ours", "say('fresh')")).status == 0
         assert second.call(driver_calls.wait_until_warm, 60.0, worker="ours")["warm"]
-
-
-def test_silent_rank_is_reported_as_alive(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "1", "--gpus", "none")
-    with dask.driver(workers=1) as driver:
-        driver.attach("ours")
-        driver.start("ours", SLEEPER)
-
-        def parts() -> list[dict[str, Any]]:
-            return [part for news in driver.news for part in news.get("ranks", ()) if "cpu_s" in part]
-
-        until(parts, "a sign of life")
-        assert parts()[0]["rank"] == 0
 
 
 def test_rank_whose_folder_is_not_on_its_host_runs_in_its_spool(dask: DaskBench) -> None:

@@ -47,14 +47,6 @@ def test_rank_runs_to_its_end_and_its_status_is_reported(bench: Bench) -> None:
     assert bench.said("good") == "done\n"
 
 
-def test_stopped_rank_is_killed_after_its_grace_period(bench: Bench) -> None:
-    with bench.server() as server:
-        bench.order(server, "r", STUBBORN)
-        bench.wait_for("r", "under way")
-        server.stop("r", 0.2)
-        assert status(server, "r") == -signal.SIGKILL
-
-
 def test_slot_holds_one_rank_at_a_time(bench: Bench) -> None:
     with bench.server() as server:
         bench.order(server, "first", STUBBORN, slot="GPU 0")
@@ -224,11 +216,3 @@ with bench.server() as server:
     subprocess.run([sys.executable, "-c", code, str(bench.folder)], env=bench.env, cwd=root, timeout=60)
     for pid in map(int, bench.said("r").split()):
         until(lambda pid=pid: has_ended(pid), f"the end of process {pid}")  # type: ignore[misc]
-
-
-def test_closed_server_takes_no_more_orders(bench: Bench) -> None:
-    with bench.server() as server:
-        assert server.ready.wait(60)
-    until(lambda: server.fault is not None, "the end of the connection")
-    with pytest.raises(RankServerLost, match="was closed"):
-        bench.order(server, "r", "pass")

@@ -14,12 +14,11 @@ import psutil
 import pytest
 from distributed import Worker
 
-from ddptrain.errors import ClusterError
 from ddptrain.protocol import events, news
 from ddptrain.protocol.news import News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
 from ddptrain.worker import rank_environment, rank_host, rank_task
-from ddptrain.worker.rank_host import RankHost, slot_resources
+from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until
@@ -69,72 +68,16 @@ def test_released_rank_gets_its_grace_period_up_to_a_limit(server: FakeServer, t
     assert server.stopped == [("patient", 5.0), ("patient/store", 0.0), ("quick", 1.5)]
 
 
-def test_stopped_rank_gets_the_grace_period_of_the_driver(server: FakeServer, tmp_path: Path) -> None:
-    host = host_with(server, tmp_path)
-    host.register("r", "r", 30.0)
-    host.stop("r")
-    host.stop("r", 2.0)
-    host.stop("unknown")
-    assert server.stopped == [("r", 30.0), ("r", 2.0)]
-
-
 def test_rank_that_was_stopped_before_its_start_is_stopped_after_it(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
-    host.stop("ddptrain/a/1/0", 2.0)  # the driver's SIGTERM, while the task of the rank begins
-    host.register("r", "ddptrain/a/1/0", 30.0)
-    host.register("r", "ddptrain/a/1/1", 30.0)
-    for key in ("ddptrain/a/1/0", "ddptrain/a/1/1"):
-        host.stop_if_told(key)
-    assert server.stopped == [("ddptrain/a/1/0", 2.0)]
-
-
-def test_stops_of_a_run_are_forgotten_with_it(server: FakeServer, tmp_path: Path) -> None:
-    host = host_with(server, tmp_path)
-    keys = [f"{key_prefix(run)}1/0" for run in ("a", "b")]
+    keys = [f"{key_prefix(run)}1/0" for run in ("removed", "kept")]
     for key in keys:
-        host.stop(key, 2.0)
-    host.remove_run("a")
-    for key in keys:
+        host.stop(key, 2.0)  # the driver's SIGTERM, while the task of the rank begins
+    host.remove_run("removed")
+    for key in [*keys, "other"]:
         host.register(key, key, 30.0)
         host.stop_if_told(key)
     assert server.stopped == [(keys[1], 2.0)]
-
-
-def test_key_that_is_released_while_its_rank_starts_is_recognized(server: FakeServer, tmp_path: Path) -> None:
-    host = host_with(server, tmp_path)
-    host.register("r", "r", 30.0)
-    assert not host.is_released("r")
-    host.worker.state.tasks["r"].state = "cancelled"  # before it was registered
-    assert host.is_released("r")
-    host.worker.state.tasks["r"].state = "executing"
-    host.transition("r", "executing", "cancelled")  # before it was started
-    assert host.is_released("r")
-    host.register("unknown", "unknown", 30.0)
-    assert host.is_released("unknown")
-    server.stopped.clear()
-    host.kill("r")
-    assert server.stopped == [("r", 0.0), ("r/store", 0.0)]
-
-
-def test_only_a_lost_server_is_replaced(server: FakeServer, tmp_path: Path) -> None:
-    host = host_with(server, tmp_path)
-    host.replace_lost_server()
-    assert host.server is cast(RankServerClient, server)
-    server.fault = "the rank server was closed"
-    server.closed = True
-    host.replace_lost_server()
-    assert host.server is cast(RankServerClient, server)
-    server.closed = False
-    host.replace_lost_server()
-    assert host.server is not cast(RankServerClient, server)
-
-
-def test_resources_say_how_many_ranks_fit_and_how_many_have_a_gpu() -> None:
-    assert slot_resources(3, ()) == {"slot": 3.0}
-    assert slot_resources(2, ("0", "1", "2")) == {"slot": 2.0, "GPU": 2.0}
-    for slots, gpus in ((0, ()), (1025, ()), (2, ("0",))):
-        with pytest.raises(ClusterError, match=f"{slots} slots were asked for"):
-            slot_resources(slots, gpus)
 
 
 # --- The task of all ranks of a worker: how their news travel, and what the failure of one means for the ---
@@ -321,18 +264,6 @@ def completed(
     return rank_environment.complete(spec, environ, rank_environment.RankResources(gpu, host, staging="/s"))
 
 
-def test_torchruns_variables_are_set() -> None:
-    env = completed({}).env
-    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-    }
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == ("10.0.0.1", "1234", "r-1")
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "slots", "threads"),
     [
@@ -348,93 +279,58 @@ def test_cores_are_shared_by_the_ranks_and_slots_of_a_host(cores: int, ranks: in
     assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads) == (str(threads), threads)
 
 
-def test_users_environment_wins_over_tuned_values() -> None:
-    spec = completed({"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1"})
-    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads, spec.env["MALLOC_TRIM_THRESHOLD_"]) == ("3", 3, "1")
-    assert spec.host.environment["OMP_NUM_THREADS"] == {"value": "3", "source": "user"}
+@pytest.mark.parametrize(
+    ("environ", "changes", "expected"),
+    [
+        ({}, {}, {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}),
+        ({}, {}, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "r-1"}),
+        ({}, {"attempt": 3}, {"TORCHELASTIC_RESTART_COUNT": "2"}),
+        ({"RANK": "9"}, {"env": {"WORLD_SIZE": "9"}}, {"RANK": "3", "WORLD_SIZE": "4"}),  # torchrun's win
+        ({"A": "worker"}, {"env": {"A": "config"}}, {"A": "config"}),
+        ({"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1"}, {}, {"OMP_NUM_THREADS": "3"}),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, {"gpu": "1"}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, {}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ({}, {"gpu": "GPU-1", "use_gpu": False}, {"CUDA_VISIBLE_DEVICES": ""}),
+        ({}, {}, {"GLOO_SOCKET_IFNAME": "eth7"}),
+        ({}, {"interface": None}, {"GLOO_SOCKET_IFNAME": None}),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, {}, {"GLOO_SOCKET_IFNAME": "ib0"}),
+        ({}, {}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": None}),
+        ({}, {"backend": "nccl"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}),
+        ({}, {"backend": "nccl"}, {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/s/flight-record-"}),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, {"backend": "nccl"}, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
+        ({}, {"gpu": "3", "local_gpus": ("7", "3")}, {"CUDA_VISIBLE_DEVICES": "3"}),
+        # A script sees the GPUs of all ranks beside it, and torchrun's other variables.
+        ({}, {"gpu": "3", "script": "a.py", "local_gpus": ("7", "3")}, {"CUDA_VISIBLE_DEVICES": "7,3"}),
+        ({}, {"script": "a.py", "hosts": 2}, {"GROUP_WORLD_SIZE": "2", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4"}),
+        ({}, {"script": "a.py"}, {"ROLE_NAME": "default", "TORCHELASTIC_ERROR_FILE": "/s/error.json"}),
+    ],
+)
+def test_environment_of_a_rank(
+    environ: dict[str, str], changes: dict[str, Any], expected: dict[str, str | None]
+) -> None:
+    spec = completed(environ, **changes)
+    assert {name: spec.env.get(name) for name in expected} == expected
+    for name in spec.host.environment.keys() & environ.keys():  # the user's values are recorded as such
+        assert spec.host.environment[name] == {"value": environ[name], "source": "user"}
+    assert spec.host.environment["OMP_NUM_THREADS"]["source"] == (
+        "user" if environ.get("OMP_NUM_THREADS") else "ddptrain"
+    )
+    assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
 
 
-def test_tuned_values_are_reported_as_ours() -> None:
-    assert completed({}).host.environment["OMP_NUM_THREADS"]["source"] == "ddptrain"
-
-
-def test_configuration_wins_over_the_workers_environment() -> None:
-    assert completed({"A": "worker"}, env={"A": "config"}).env["A"] == "config"
-
-
-def test_torchruns_variables_win_over_everything() -> None:
-    assert completed({"RANK": "9"}, env={"WORLD_SIZE": "9"}).env["RANK"] == "3"
-
-
-def test_rank_sees_its_one_gpu_or_none() -> None:
-    assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}, gpu="1").env["CUDA_VISIBLE_DEVICES"] == "1"
-    assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}).env["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_rank_that_must_not_use_a_gpu_sees_none() -> None:
-    spec = completed({}, gpu="GPU-1", use_gpu=False)
-    assert (spec.host.gpu, spec.env["CUDA_VISIBLE_DEVICES"]) == (None, "")
-
-
-def test_gloo_gets_the_workers_interface_unless_the_user_has_chosen_one() -> None:
-    spec = completed({})
-    assert spec.env["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert spec.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "eth7", "source": "ddptrain"}
-    chosen = completed({"GLOO_SOCKET_IFNAME": "ib0"})
-    assert chosen.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "ib0", "source": "user"}
-    assert completed({}, env={"GLOO_SOCKET_IFNAME": "ib1"}).env["GLOO_SOCKET_IFNAME"] == "ib1"
-    assert "GLOO_SOCKET_IFNAME" not in completed({}, interface=None).env
+def test_variables_of_dask_reach_neither_the_rank_server_nor_a_rank() -> None:
+    nanny = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
+    environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "DASK_INTERNAL_INHERIT_CONFIG": "e30=", "DASK_A": "b"}
+    assert rank_environment.without_nanny(environ, nanny) == {"MKL_NUM_THREADS": "4", "DASK_A": "b"}
+    own = rank_environment.server_environment(environ)
+    assert "DASK_INTERNAL_INHERIT_CONFIG" not in own
+    assert own["OPENBLAS_NUM_THREADS"] == "1"  # a process with threads must not fork
 
 
 def test_interface_is_the_one_that_carries_the_address() -> None:
     lo = rank_environment.interface_of("127.0.0.1")
-    assert lo in psutil.net_if_addrs()
-    assert rank_environment.interface_of("127.0.0.77") == lo
+    assert lo in psutil.net_if_addrs() and rank_environment.interface_of("127.0.0.77") == lo
     assert rank_environment.interface_of("203.0.113.1") is None
-
-
-def test_variables_of_the_nanny_are_removed_and_those_of_the_user_stay() -> None:
-    nanny = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
-    cleaned = rank_environment.without_nanny({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "A": "b"}, nanny)
-    assert cleaned == {"MKL_NUM_THREADS": "4", "A": "b"}
-
-
-def test_restart_count_is_the_number_of_earlier_attempts() -> None:
-    assert [completed({}, attempt=n).env["TORCHELASTIC_RESTART_COUNT"] for n in (1, 2, 3)] == ["0", "1", "2"]
-
-
-def test_dasks_own_configuration_reaches_neither_the_rank_server_nor_a_rank() -> None:
-    environ = {"DASK_INTERNAL_INHERIT_CONFIG": "e30=", "DASK_DISTRIBUTED__LOGGING": "kept"}
-    own = rank_environment.without_nanny(environ, {})
-    assert own == {"DASK_DISTRIBUTED__LOGGING": "kept"}
-    assert "DASK_INTERNAL_INHERIT_CONFIG" not in rank_environment.server_environment(environ)
-    assert "DASK_INTERNAL_INHERIT_CONFIG" not in completed(own).env
-
-
-def test_rank_server_has_one_blas_thread_unless_the_user_wants_more() -> None:
-    assert rank_environment.server_environment({})["OPENBLAS_NUM_THREADS"] == "1"
-    assert rank_environment.server_environment({"OPENBLAS_NUM_THREADS": "4"})["OPENBLAS_NUM_THREADS"] == "4"
-
-
-def test_repr_shows_no_environment() -> None:
-    assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
-
-
-def test_nccls_flight_recorder_is_on_unless_the_user_turns_it_off() -> None:
-    assert not [name for name in completed({}).env if "NCCL" in name]
-    env = completed({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, backend="nccl").env
-    assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
-    assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
-    assert env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/s/flight-record-"
-
-
-def test_script_sees_the_gpus_of_all_ranks_beside_it_and_torchruns_other_variables() -> None:
-    spec = completed({}, gpu="3", script="train.py", hosts=2, local_gpus=("7", "3"))
-    assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.host.gpu) == ("7,3", "3")
-    names = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
-    assert [spec.env[name] for name in names] == ["2", "default", "3", "4", "/s/error.json"]
-    assert completed({}, gpu="3", local_gpus=("7", "3")).env["CUDA_VISIBLE_DEVICES"] == "3"
-    assert completed({}, script="train.py").env["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # --- What foreign workers offer ---

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.images import train as workload
-from ddptrain.workloads.images.loader.batcher import Batch
 from tests.unit.specs import make_spec
 from tests.unit.workloads.petnames_ranks import WatchedContext, join, run_groups
 
@@ -27,6 +25,10 @@ class ImagesContext(WatchedContext):
         super().__init__(*args)
         self.pictures: list[tuple[int | None, list[int], str]] = []
         self.tables: list[tuple[str, int]] = []
+        self.taken: list[list[int]] = []
+
+    def loader(self, dataset: Any, **how: Any) -> Any:
+        return super().loader(Seen(dataset, self.taken), **how)  # type: ignore[arg-type]
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         assert isinstance(data, bytes)
@@ -39,20 +41,22 @@ class ImagesContext(WatchedContext):
         self.tables.append((name, len(rows)))
 
 
-def record_images(trainer: type[workload.ImageTrainer]) -> list[list[int]]:
-    """The images of every step, in order, as the trainer takes them; nothing where a rank has none."""
-    taken: list[list[int]] = []
-    forward = trainer._forward_backward
+class Seen:
+    """A data set that notes the images of each batch, in order."""
 
-    def recording(self: workload.ImageTrainer, batch: Batch) -> tuple[Tensor, Tensor]:
-        taken.append(batch.index.tolist() if batch.n_counted else [])
-        return forward(self, batch)
+    def __init__(self, data: Any, taken: list[list[int]]) -> None:
+        self._data, self._taken = data, taken
 
-    trainer._forward_backward = recording  # type: ignore[method-assign]
-    return taken
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitems__(self, places: Any) -> Any:
+        batch = self._data.__getitems__(places)
+        self._taken.append(batch.index.tolist())
+        return batch
 
 
-def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) -> None:
+def run_cases(root: Path, rank: int, world_size: int) -> None:
     """All cases for groups of that size, in one."""
     port = join(root, rank, world_size)
     for number, case in enumerate(json.loads((root / "cases.json").read_text())):
@@ -60,7 +64,6 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
             continue
         folder = root / f"world-{world_size}" / f"case-{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        taken.clear()
         spec = make_spec(
             attempt=number + 1,
             rank=rank,
@@ -85,7 +88,7 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
         if "fails" not in case:
             ctx.hand_over()
         seen = {
-            "images": taken,
+            "images": ctx.taken,
             "logged": ctx.logged,
             "progressed": ctx.progressed,
             "pictures": ctx.pictures,
@@ -97,5 +100,4 @@ def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]]) ->
 
 
 if __name__ == "__main__":
-    images_taken = record_images(workload.ImageTrainer)
-    run_groups(lambda root, rank, world_size: run_cases(root, rank, world_size, images_taken))
+    run_groups(run_cases)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.rank.checkpoint.files import write
+from ddptrain.rank.checkpoint.files import write, write_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.run_record import RunRecord, RunStatus
@@ -57,7 +57,8 @@ def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn
         metrics = {"val/loss": loss}
         state = {"step": step, "epoch": 1.0, "metrics": metrics, "extra": {"model_config": model_config}}
         staged = folder / f"staged-{step}"
-        files = write(staged, HostBuffers().take(model, None, state))
+        snapshot = HostBuffers().take(model, None, state)
+        files = (*write(staged, snapshot), *write_state(staged, snapshot.state))
         event = CheckpointSaved(time_ns=0, step=step, staging=staged.name, files=files, epoch=1.0, metrics=metrics)
         shelf.adopt(event, staged, CheckpointPolicy(), world_size=2, versions={})
     return folder

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,10 +19,9 @@ from ddptrain.errors import UsageError
 from ddptrain.rank.evaluation import SavedCheckpoint
 from ddptrain.workloads.images import evaluate_checkpoint
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.bad_images import TooManyBadImages
-from ddptrain.workloads.images.loader.batcher import Batch
-from ddptrain.workloads.images.validation import evaluate as evaluate_model
-from ddptrain.workloads.images.validation import share_buffers
+from ddptrain.workloads.images.loader.batches import BadImages, Batch, TooManyBadImages
+from ddptrain.workloads.images.train import evaluate as evaluate_model
+from ddptrain.workloads.images.train import share_buffers
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.generate import sample_names
@@ -120,10 +119,14 @@ def test_each_rank_scores_every_nth_name_by_length(rank: int, world_size: int, m
 # --- Images ---
 
 
-def batch(logits: list[list[float]], labels: list[int], ok: list[bool]) -> Batch:
+def batch(logits: list[list[float]], labels: list[int]) -> Batch:
     """A batch whose "images" are the scores that the model gives them."""
-    n = len(labels)
-    return Batch(torch.tensor(logits), torch.tensor(labels), torch.arange(10, 10 + n), torch.tensor(ok), n, n)
+    index = torch.arange(10, 10 + len(labels))
+    return Batch(torch.tensor(logits), torch.tensor(labels, dtype=torch.int64), index, {})
+
+
+def no_bad() -> BadImages:
+    return BadImages(cast("Any", SimpleNamespace(train=(0,), val=(1,), name=str)), 1.0)
 
 
 class Scores(nn.Module):
@@ -134,38 +137,38 @@ class Scores(nn.Module):
         return images
 
 
-def test_score_is_over_the_readable_images_of_all_batches(group: None) -> None:
-    first = batch([[0, 0, 3, 0, 0, 0, 0], [1, 0, 2, 3, 4, 5, 6]], [0, 1], [True, True])
-    nothing = Batch(torch.zeros(1, 7), torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(1).bool(), 2, 0)
-    second = batch([[9, 9, 9, 9, 9, 9, 9], [2, 0, 6, 7, 1, 5, 3]], [0, 1], [False, True])
-    outputs = torch.tensor([2, 0])
+def test_score_is_over_the_images_of_all_batches(group: None) -> None:
+    first = batch([[0, 0, 3, 0, 0, 0, 0], [1, 0, 2, 3, 4, 5, 6]], [0, 1])
+    nothing = Batch(torch.zeros(0, 7), torch.zeros(0).long(), torch.zeros(0).long(), {0: "gone"})
+    second = batch([[2, 0, 6, 7, 1, 5, 3]], [1])
+    outputs, bad = torch.tensor([2, 0]), no_bad()
     kept: list[list[Any]] = []
     seen: list[int] = []
-    score = evaluate_model(
+    metrics = evaluate_model(
         Scores(),
         nn.Identity(),
         [first, nothing, second],
         outputs,
+        bad,
         lambda *columns: kept.append([column.tolist() for column in columns]),
         lambda: seen.append(1),
     )
-    assert score.n == 3 and len(seen) == 3
-    assert score.metrics() == {
+    assert len(seen) == 3 and bad.reasons == {0: "gone"}
+    assert metrics == {
         "val/loss": pytest.approx(3.715165, rel=1e-6),  # (0.261380 + 5.457763 + 5.426351) / 3
         "val/accuracy": pytest.approx(1 / 3),
         "val/top5": pytest.approx(2 / 3),  # the right outputs are the first, the sixth and the fifth
     }
     (index, labels, output, probability), (index_2, labels_2, output_2, probability_2) = kept
     assert (index, labels, output, probability) == ([10, 11], [0, 1], [2, 6], pytest.approx([0.769988, 0.632698], 1e-5))
-    assert (index_2, labels_2, output_2, probability_2) == ([11], [1], [3], pytest.approx([0.652887], 1e-5))
+    assert (index_2, labels_2, output_2, probability_2) == ([10], [1], [3], pytest.approx([0.652887], 1e-5))
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_score_of_no_images_is_no_number_and_the_model_keeps_its_mode(group: None, is_training: bool) -> None:
     model = Scores().train(is_training)
-    score = evaluate_model(model, nn.Identity(), [], torch.tensor([0, 1]))
-    assert score.n == 0
-    assert all(math.isnan(value) for value in score.metrics().values()) and len(score.metrics()) == 3
+    metrics = evaluate_model(model, nn.Identity(), [], torch.tensor([0, 1]), no_bad())
+    assert all(math.isnan(value) for value in metrics.values()) and len(metrics) == 3
     assert model.training is is_training
 
 

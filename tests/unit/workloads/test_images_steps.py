@@ -18,7 +18,7 @@ from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.model.build_model import describe
-from ddptrain.workloads.images.train import Meter
+from ddptrain.workloads.images.train import StepLog
 from tests.unit.rank.ranks import Rank
 from tests.unit.workloads.pictures import COLOURS, picture
 
@@ -96,6 +96,7 @@ class Run:
             "save_file": self.files.__setitem__,
             "progress": lambda done, total, *, unit: self.progressed.append((done, total, unit)),
             "checkpoint": checkpoint,
+            "preempted": bool(preempt_at),
             "resume": resume,
         }
         ctx: Any = Watched(rank.context, **methods)
@@ -127,7 +128,7 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     run.train(scheduler="cosine", optimizer="sgd")
     steps = [(step, epoch) for step, epoch, values in run.logged if "train/loss" in values]
     assert [step for step, _ in steps] == [1, 2, 3, 4, 5, 6]
-    assert [epoch for _, epoch in steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    assert [epoch for _, epoch in steps] == pytest.approx([4 / 9, 8 / 9, 1, 13 / 9, 17 / 9, 2])
     rates = [values["train/learning_rate"] for _, _, values in run.logged if "train/loss" in values]
     assert rates == sorted(rates, reverse=True) and rates[0] == 0.01
     epochs = [(step, epoch, values) for step, epoch, values in run.logged if "samples" in values]
@@ -135,25 +136,21 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     names = {"train/accuracy", "val/loss", "val/accuracy", "val/top5", "samples", "samples_per_s"}
     assert all(set(values) == names and values["samples_per_s"] > 0 for *_, values in epochs)
 
-    assert [(one["step"], one["last"]) for one in run.saved] == [
+    assert [(one["step"], one.get("last", False)) for one in run.saved] == [
         *[(step, False) for step in (1, 2, 3, 4, 5)],
         (6, True),
     ]
-    assert [one["epoch"] for one in run.saved] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
-    assert [one["taken"] for one in run.saved] == [[[1, 1]], [[1, 2]], [], [[1, 1]], [[1, 2]], []]
-    assert [one["rank_state"]["images"] for one in run.saved] == [3, 6, 9, 12, 15, 18]
-    assert [one["rank_state"]["meter"]["n"] for one in run.saved] == [3, 6, 9, 3, 6, 9]
+    assert [one["epoch"] for one in run.saved] == pytest.approx([4 / 9, 8 / 9, 1, 13 / 9, 17 / 9, 2])
     objects = {"model": DistributedDataParallel, "optimizer": torch.optim.SGD}
     assert {name: type(run.saved[0][name]) for name in objects} == objects and run.resumed == [objects]
-    assert run.saved[0]["metrics"] == {} and run.saved[0]["begun"] == 0.0
     assert set(run.saved[-1]["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "val/top5"}
     assert run.saved[-1]["model_config"]["classes"] == ["blue", "green", "red"]
 
     assert {total for _, total, _ in run.progressed} == {18} and run.progressed[-1:] == [(18, 18, "images")]
     assert len(run.progressed) == 6 + 2, "each step, and the batch of each validation"
-    assert run.pictures == [(step, [3, 8, 24]) for step in (1, 4)]
+    assert run.pictures == [(step, [3, 8, 32]) for step in (1, 4)]
     ((name, columns, rows, step),) = run.tables
-    assert (name, columns, len(rows), step) == ("train_predictions", ("image", "label", "prediction", "score"), 3, 6)
+    assert (name, columns, len(rows), step) == ("train_predictions", ("image", "label", "prediction", "score"), 4, 6)
     table = list(csv.DictReader(run.files["predictions/rank-0.csv"].decode().splitlines()))
     assert [row["key"] for row in table] == ["blue/3.png", "green/3.png", "red/3.png"]
 
@@ -163,16 +160,16 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
 
 
 def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Meter.__init__
+    made = StepLog.__init__
 
     def rarely(self: Any, ctx: Any) -> None:
         made(self, ctx)
-        self._most_waiting = 100
+        self._most = 100
 
-    monkeypatch.setattr(Meter, "__init__", rarely)
+    monkeypatch.setattr(StepLog, "__init__", rarely)
     with pytest.raises(PreemptedExit):
         run.train(preempt_at=2)
-    assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [0, 1]
+    assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [1, 2]
 
 
 def test_weights_at_the_start_depend_on_the_seed_alone(run: Run) -> None:

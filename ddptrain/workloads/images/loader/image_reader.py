@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
 import threading
@@ -19,13 +18,12 @@ from ddptrain.workloads.images.data.synthetic import open_images
 from ddptrain.workloads.images.loader.cache import Cache
 
 REQUESTS = 32
-_PER_PROCESS = {"_store", "_pool", "_pid", "_lock", "_health"}  # attributes that are not pickled
+_PER_PROCESS = {"_store", "_pool", "_pid", "_lock", "_has_read"}  # attributes that are not pickled
 SURVIVE_A_FORK = {"file", "builtin"}  # protocols without connections
 _TIMEOUT_S = 20.0  # of a request
 _SAME_WRONG_SIZE = 3  # equal wrong sizes that show that the image was replaced since the listing
 # Errors after which a retry may help: a missing folder may be mounted again.
 TRANSIENT = (Transient, StoreUnreachable, StoreMissing)
-_NO_KEY = ".ddptrain-is-the-store-there"
 
 
 class ObjectSource(Protocol):
@@ -51,11 +49,10 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailure:
-    """Why an image can't be read. `away`: the reason, if the whole store does not answer; "" otherwise."""
+    """Why an image can't be read, also later."""
 
     key: str
     reason: str
-    away: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ class Reader:
     _pool: ThreadPoolExecutor | None
     _pid: int  # of the process that opened the store; 0 for none
     _lock: threading.Lock
-    _health: StoreHealth
+    _has_read: bool  # whether the store has returned an image in this process
 
     def __init__(
         self,
@@ -104,7 +101,10 @@ class Reader:
         self._reset()
 
     def read(self, ref: ImageRef) -> bytes | ReadFailure:
-        """Return the whole content of an image; transient errors are retried until the deadline."""
+        """Return the whole content of an image; transient errors are retried until the deadline.
+
+        Raises StoreUnreachable if they last until then.
+        """
         if self._cache is not None:
             known = self._cache.get(self._location.url, ref.key, ref.version)
             if known is not None and (ref.size_bytes < 0 or ref.size_bytes == len(known)):
@@ -131,65 +131,39 @@ class Reader:
                 future.cancel()
 
     def _fetch(self, ref: ImageRef) -> bytes | ReadFailure:
-        tries = self._tries
-        began, pause_s, is_last = time.monotonic(), tries.first_wait_s, False
-        wrong_sizes: Counter[int] = Counter()
+        tries, began = self._tries, time.monotonic()
+        pause_s, wrong_sizes = tries.first_wait_s, Counter[int]()
         while True:
-            asked = time.monotonic()
-            result = self._try(ref, wrong_sizes)
-            if not isinstance(result, str):
-                return result
+            try:
+                data = self._open().get(ref.key)
+                self._has_read = True
+                if ref.size_bytes < 0 or len(data) == ref.size_bytes:
+                    return data
+                wrong_sizes[len(data)] += 1
+                problem = f"it has {len(data):,} bytes, and had {ref.size_bytes:,} when it was listed"
+                if wrong_sizes[len(data)] == _SAME_WRONG_SIZE:
+                    return ReadFailure(ref.key, problem)
+            except NotFound:
+                return ReadFailure(ref.key, "it is no longer there")
+            except StoreMissing as error:
+                if not self._has_read:  # a folder that this host never had will not appear
+                    raise StoreUnreachable(str(error)) from None
+                problem = str(error)
+            except TRANSIENT as error:
+                problem = str(error)
+            except DdptrainError as error:  # such as forbidden: a retry can't help
+                return ReadFailure(ref.key, str(error))
             left_s = began + tries.deadline_s - time.monotonic()
             if left_s <= 0:
-                failure = ReadFailure(ref.key, f"tried for {tries.deadline_s:g} s; the last error: {result}")
-                if is_last or self._health.last_answer >= asked:
-                    return failure
-                if is_last := self._health.probe(asked, self._get):
-                    continue  # the image may be readable again
-                silent_since = max(began, self._health.last_answer)
-                left_s = silent_since + tries.deadline_s - time.monotonic()
-                if left_s <= 0:
-                    return dataclasses.replace(failure, away=self._away(silent_since, result))
+                # The time of day makes two failures different: equal failures in a row are not restarted.
+                clock = time.strftime("%H:%M:%S", time.localtime(time.time() - tries.deadline_s))
+                raise StoreUnreachable(
+                    f"{self._location.description} gives no {ref.key} since {clock} ({tries.deadline_s:g} s); the last "
+                    f"error: {problem}; when it is back, failure.max_restarts or --resume continues from the newest "
+                    "checkpoint"
+                )
             time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
             pause_s = min(2 * pause_s, tries.longest_wait_s)
-
-    def _try(self, ref: ImageRef, wrong_sizes: Counter[int]) -> bytes | ReadFailure | str:
-        """The content, or why it is unreadable; a plain str means that a retry may help. Updates `wrong_sizes`."""
-        try:
-            data = self._get(ref.key)
-        except NotFound:
-            return ReadFailure(ref.key, "it is no longer there")
-        except TRANSIENT as error:
-            reason = str(error)
-            # A folder that this process has never read from will not appear.
-            lasts = isinstance(error, StoreMissing) and not self._health.has_read
-            return ReadFailure(ref.key, reason, away=reason) if lasts else reason
-        except DdptrainError as error:  # such as forbidden: a retry can't help
-            return ReadFailure(ref.key, str(error))
-        if ref.size_bytes < 0 or len(data) == ref.size_bytes:
-            return data
-        wrong_sizes[len(data)] += 1
-        reason = f"it has {len(data):,} bytes, and had {ref.size_bytes:,} when it was listed"
-        return ReadFailure(ref.key, reason) if wrong_sizes[len(data)] == _SAME_WRONG_SIZE else reason
-
-    def _get(self, key: str) -> bytes:
-        try:
-            data = self._open().get(key)
-        except TRANSIENT:
-            raise
-        except DdptrainError:
-            self._health.record_answer()
-            raise
-        self._health.record_answer(key)
-        return data
-
-    def _away(self, since: float, last_error: str) -> str:
-        """Return the error message for a store that has been silent since that time.monotonic()."""
-        silent_s = time.monotonic() - since
-        # The time of day makes two failures different: equal failures in a row are not restarted.
-        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
-        silent = f"no request has succeeded since {clock} ({silent_s:.0f} s)"
-        return f"{self._location.description} does not answer: {silent}; the last error: {last_error}"
 
     def _open(self) -> ObjectSource:
         """Return the store of this process. Raises RuntimeError after a fork of a process that had connections."""
@@ -209,7 +183,7 @@ class Reader:
     def _reset(self) -> None:
         """Reset the attributes that belong to one process."""
         self._store, self._pool, self._pid = None, None, 0
-        self._lock, self._health = threading.Lock(), StoreHealth()
+        self._lock, self._has_read = threading.Lock(), False
 
 
 def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple[int, bytes | ReadFailure]]:
@@ -217,44 +191,3 @@ def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     for future in done:
         yield pending.pop(future), future.result()
-
-
-class StoreHealth:
-    """The last time that a store answered a request of this process; thread-safe.
-
-    Errors such as "not found" or "forbidden" are answers, too; transient errors are not.
-    """
-
-    def __init__(self) -> None:
-        self._probing = threading.Lock()
-        self.last_answer = time.monotonic()  # at first, the time of the construction
-        self._failed_probe = -1.0  # start of our newest probe without an answer
-        self._key = _NO_KEY
-
-    @property
-    def has_read(self) -> bool:
-        """Whether the store has returned an image."""
-        return self._key != _NO_KEY
-
-    def record_answer(self, key: str = "") -> None:
-        """Record an answer; `key` is that of an image that it returned."""
-        self.last_answer, self._key = time.monotonic(), key or self._key
-
-    def probe(self, since: float, get: Callable[[str], object]) -> bool:
-        """Return whether the store answers a probe for an image that it returned before.
-
-        One thread probes for all. There is no probe if an answer, or an unanswered probe, is newer than `since`. `get`
-        records its answers with `record_answer`.
-        """
-        with self._probing:
-            if self.last_answer >= since or self._failed_probe >= since:
-                return self.last_answer >= since
-            began = time.monotonic()
-            try:
-                get(self._key)
-            except TRANSIENT:
-                self._failed_probe = began
-                return False
-            except DdptrainError:
-                pass
-            return True

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ddptrain import file_ops
 from ddptrain.config.wording import did_you_mean, listed, shorten
@@ -108,7 +108,7 @@ def built_model(model_config: dict[str, Any]) -> nn.Module:
 def begin_with_weights(
     ctx: RankContext, settings: ImagesParams, model: nn.Module, model_config: dict[str, Any]
 ) -> None:
-    """Load params.weights into the model. All ranks must call it, and have those of rank 0 then, which prints them.
+    """Load params.weights into the model, before DDP gives those of rank 0 to all ranks. Rank 0 prints them.
 
     Raises BadWeights if they can't be fetched or read, or are of another model.
     """
@@ -123,19 +123,10 @@ def begin_with_weights(
     new_head = not keep_head and other_classes
     fitting, others = fit(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
     model.load_state_dict(with_module_versions(model, fitting), strict=False)
-    _share_weights(model)  # hosts may have different files at this path, and DDP exists already
     if ctx.rank == 0:
         source = settings.weights if names_model(settings.weights) else path
         print(f"weights: {source}{_replaced(others, model_config['n_outputs'])}", flush=True)
         _tell_size(settings, settings.weights)
-
-
-def _share_weights(model: nn.Module) -> None:
-    """Copy the weights of rank 0 to all ranks."""
-    for weight in (*model.parameters(), *model.buffers()):
-        whole = weight.detach().contiguous()
-        distributed.broadcast(whole, 0)
-        weight.detach().copy_(whole)
 
 
 def _has_other_classes(settings: ImagesParams, model_config: Mapping[str, Any], inputs: Path | None) -> bool:

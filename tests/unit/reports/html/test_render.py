@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from markupsafe import Markup
+from pydantic import TypeAdapter
 
 from ddptrain.reports.html.page_content import Subjects, SweepTable, html_page
 from ddptrain.reports.html.render import long_text, page_json, safe_text
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import GitRecord
-from ddptrain.results.sweep_record import parse_sweep
+from ddptrain.results.sweep_record import SweepRecord
 from tests.support.hostile_run import ATTACKS, MARK, write_hostile_run
 from tests.unit.reports.runs import failed_run, run
 
@@ -72,7 +73,7 @@ def test_failed_run_shows_its_failure(tmp_path: Path) -> None:
 
 def table_of(content: dict[str, object]) -> SweepTable:
     about = {"format": 1, "sweep_id": "s", "name": "s", "source": "", "started_at": "", "metric": "loss"}
-    return SweepTable.of(parse_sweep(json.dumps({**about, **content}).encode(), "s"))
+    return SweepTable.of(TypeAdapter(SweepRecord).validate_python({**about, **content}))
 
 
 @pytest.mark.parametrize(("spread", "error", "columns"), [(None, "", []), (0.5, "boom", ["Spread", "Error"])])

@@ -44,6 +44,7 @@ def write_sweep(runs: Path, trials: list[Any], **given: Any) -> Path:
         "space": space,
         "best": 1,
     }
+    (folder / "run.json").write_text('{"run_id": "sweep", "kind": "sweep", "status": "succeeded"}')
     (folder / "sweep.json").write_text(json.dumps({**content, "trials": trials, **given}))
     return folder
 

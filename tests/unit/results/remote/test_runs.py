@@ -192,29 +192,6 @@ def test_run_may_be_given_by_its_address() -> None:
             split_run(text, "runs")
 
 
-def test_run_to_resume_is_chosen_among_copies_that_have_its_configuration(runs: StoreRuns) -> None:
-    put_run(runs, "a-1", started_at="2025-01-01T00:00:00Z")
-    put_run(runs, "b-2", started_at="2025-01-02T00:00:00Z")
-    put_run(runs, "c-3", started_at="2025-01-03T00:00:00Z", name="other")
-
-    def with_config(*chosen: str | None) -> set[str]:
-        folder = runs.candidates("n", *chosen)  # type: ignore[arg-type]
-        assert folder == runs.copies
-        found = {path.parent.name for path in folder.glob("*/config.yaml")}
-        for path in folder.glob("*/config.yaml"):
-            path.unlink()
-        return found
-
-    assert with_config("auto", "a-1") == {"a-1"}
-    assert {path.name for path in runs.copies.iterdir() if path.is_dir()} == {"a-1"}, "no other run was asked for"
-    assert with_config("auto") == {"b-2"}, "the newest run of that name"
-    assert with_config("c-3") == {"c-3"}
-    runs.store.below("a-1").remove("run.json")
-    assert with_config("auto", "a-1") == set() and not (runs.copies / "a-1").exists()
-    with pytest.raises(RunNotFound):
-        runs.candidates("n", "d-4")
-
-
 def test_configuration_file_is_copied_into_a_folder_of_its_own_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

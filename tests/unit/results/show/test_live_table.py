@@ -12,7 +12,7 @@ import ddptrain
 from ddptrain.errors import TrainingFailed, UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
+from ddptrain.results.run_record import BestRecord, FailureRecord, ProgressRecord, RunRecord
 from ddptrain.results.show.live_table import LiveTable, in_notebook, run_table_html
 from ddptrain.run_handle import Run
 
@@ -41,26 +41,25 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> StubDisplay:
     return stub
 
 
-def running(folder: Path, **more: Any) -> RunView:
-    folder.mkdir(exist_ok=True)
-    record = RunRecord(run_id="r-1", status="running", params={"epochs": 4}, last_metrics={"loss": 9.0}, **more)
-    return RunView(RunLayout(folder), record)
-
-
-def test_table_is_replaced_and_shows_the_newest_metrics(notebook: StubDisplay, tmp_path: Path) -> None:
-    view = running(tmp_path / "r-1")
-    table = LiveTable(lambda: view, every_s=3600)
+def test_table_is_replaced_and_shows_the_newest_state(notebook: StubDisplay, tmp_path: Path) -> None:
+    views = [
+        RunView(
+            RunLayout(tmp_path),
+            RunRecord(run_id="r-1", status="running", last_metrics={"loss": loss}, progress=progress),
+        )
+        for loss, progress in ((9.0, None), (0.5, ProgressRecord(1.0, 1, 4, "epochs")))
+    ]
+    alert = {"event": "alert", "time_s": 1.0, "rank": 1, "message": "<b>"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(alert, separators=(",", ":")) + "\n")
+    table = LiveTable(lambda: views[len(notebook.shown)], every_s=3600)
     table.refresh()
-    line = {"time_s": 1.0, "step": 3, "epoch": 1, "rank": 0, "loss": 0.5, "<i>": 1}
-    others = {**line, "rank": 1, "loss": 7.5}
-    view.layout.metrics_jsonl.write_text("".join(json.dumps(each) + "\n" for each in (line, others)))
     table.refresh()  # too early
     assert (len(notebook.shown), notebook.updates) == (1, [])
     table.write("10%\r20%\n\x1b[36m<script>alert(1)</script>\x1b[2J\n")
     table.refresh(now=True)
     (page,) = notebook.updates
-    assert '<progress value="1" max="4"></progress> epoch 1 of 4' in page
-    assert "<tr><th>loss</th><td>0.5</td></tr>" in page and "<th>&lt;i&gt;</th>" in page
+    assert '<progress value="1" max="4"></progress> epoch 1/4' in page
+    assert "<tr><th>loss</th><td>0.5</td></tr>" in page and "<td>rank 1: &lt;b&gt;</td>" in page
     assert "20%\n&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "10%" not in page and "<script>" not in page and "\x1b" not in page
 

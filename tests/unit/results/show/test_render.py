@@ -17,8 +17,7 @@ from ddptrain.results.run_record import (
     GitRecord,
     RunRecord,
 )
-from ddptrain.results.selection import Field, RunFields
-from ddptrain.results.show.explanation import explain_run
+from ddptrain.results.selection import RunFields
 from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections
 
 # --- render ---
@@ -40,7 +39,7 @@ def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
         record = RunRecord(run_id=run_id, status="succeeded", last_metrics={"val/loss": 1.5}, params={"layers": 2})
         runs.append(RunFields(RunView(RunLayout(tmp_path / run_id), record)))
     (tmp_path / "a" / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "one\\ntwo"}')
-    titles, first, second = run_table(runs, [Field("params.layers")])
+    titles, first, second = run_table(runs, ["params.layers"])
     assert titles[5:] == ("params.layers", "TAGS", "RESULT", "NOTE")
     assert first[5:] == ("2", "good v2", "val/loss 1.5", "one") and second[5:] == ("2", "", "val/loss 1.5", "")
     assert run_table(runs[1:])[0] == HEADER
@@ -127,27 +126,6 @@ def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: P
     about = dict(sections(RunView(layout, record))[0][1])
     assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
     assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
-
-
-# --- The text of `ddptrain explain RUN` ---
-
-
-def view(tmp_path: Path, **fields: object) -> RunView:
-    return RunView(RunLayout(tmp_path / "r-1"), RunRecord(run_id="r-1", **fields))  # type: ignore[arg-type]
-
-
-def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
-    failure = FailureRecord(1, "vm", "exception", "ValueError", "31 samples\nmore", log="runs/r-1/logs/rank-1.log")
-    record = {"status": "failed", "exit_code": 1, "failure": failure, "checkpoints": ("step-20", "step-10")}
-    text = explain_run(view(tmp_path, **record), " --runs-dir x").as_text()
-    assert text[0] == "run r-1 failed (exit code 1)"
-    assert text[3] == "  rank 1 on vm: ValueError: 31 samples"
-    assert "  ddptrain results logs r-1 --rank 1 --runs-dir x" in text
-    assert text[text.index("what to do next:") + 1 :][:2] == [
-        "  fix the root cause",
-        "  the same command again, with --resume r-1 (continues from step-20)",
-    ]
-    assert "  ddptrain explain 1 (likely causes, and what to do)" in text
 
 
 def test_messages_of_ranks_are_in_the_sections_that_their_events_name(tmp_path: Path) -> None:

@@ -3,47 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import OneCycleLR
 
 from ddptrain.workloads.images import prediction_tables
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.prediction_tables import PredictionTable, TrainingTable
-from ddptrain.workloads.images.train import Meter, Schedule, make_optimizer
+from ddptrain.workloads.images.train import StepLog, make_optimizer, set_learning_rate
 
 # --- The learning rate over a run ---
 
 
-def made(**params: Any) -> tuple[ImagesParams, torch.optim.Optimizer, Schedule]:
+def made(**params: Any) -> tuple[ImagesParams, torch.optim.Optimizer]:
     settings = ImagesParams(**params)
-    optimizer = make_optimizer(settings, nn.Linear(2, 1).parameters())
-    return settings, optimizer, Schedule(settings, optimizer)
+    return settings, make_optimizer(settings, nn.Linear(2, 1).parameters())
 
 
-def rates(schedule: Schedule, epochs: int, steps: int) -> list[float]:
+def rates(steps: int, **params: Any) -> list[float]:
+    settings, optimizer = made(**params)
     found = []
-    for step in range(epochs * steps):
-        schedule.before_step(step / steps, steps)
-        found.append(schedule.learning_rate)
+    for step in range(settings.epochs * steps):
+        set_learning_rate(optimizer, settings, step / steps, steps)
+        found.append(optimizer.param_groups[0]["lr"])
     return found
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_one_cycle_is_torchs_momentum_included(kind: Any) -> None:
     epochs, steps = 3, 7
-    _, ours, schedule = made(optimizer=kind, base_lr=0.1, epochs=epochs)
-    _, theirs, _ = made(optimizer=kind, base_lr=0.1, epochs=epochs)
+    settings, ours = made(optimizer=kind, base_lr=0.1, epochs=epochs)
+    _, theirs = made(optimizer=kind, base_lr=0.1, epochs=epochs)
     cycle = OneCycleLR(theirs, 0.1, epochs=epochs, steps_per_epoch=steps)
     for step in range(epochs * steps):
-        schedule.before_step(step / steps, steps)
+        set_learning_rate(ours, settings, step / steps, steps)
         mine, wanted = ours.param_groups[0], theirs.param_groups[0]
         assert mine["lr"] == pytest.approx(wanted["lr"], rel=1e-6)
         key = "betas" if "betas" in mine else "momentum"
@@ -55,13 +52,11 @@ def test_one_cycle_is_torchs_momentum_included(kind: Any) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_one_cycle_does_for_the_shortest_runs(steps: int) -> None:
-    _, _, schedule = made(epochs=1)
-    assert all(math.isfinite(rate) and rate > 0 for rate in rates(schedule, 1, steps))
+    assert all(math.isfinite(rate) and rate > 0 for rate in rates(steps, epochs=1))
 
 
 def test_cosine_falls_to_nothing() -> None:
-    _, _, schedule = made(scheduler="cosine", base_lr=1.0, epochs=4)
-    found = rates(schedule, 4, 5)
+    found = rates(5, scheduler="cosine", base_lr=1.0, epochs=4)
     assert found[0] == 1.0
     assert found[10] == pytest.approx(0.5)
     assert found == sorted(found, reverse=True)
@@ -69,13 +64,12 @@ def test_cosine_falls_to_nothing() -> None:
 
 
 def test_none_stays() -> None:
-    _, _, schedule = made(scheduler="none", base_lr=0.2)
-    assert set(rates(schedule, 2, 3)) == {0.2}
+    assert set(rates(3, scheduler="none", base_lr=0.2, epochs=2)) == {0.2}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
 def test_optimizer_has_what_the_parameters_say(kind: Any) -> None:
-    _, optimizer, _ = made(optimizer=kind, weight_decay=0.02)
+    _, optimizer = made(optimizer=kind, weight_decay=0.02)
     group = optimizer.param_groups[0]
     assert type(optimizer).__name__.lower() == kind
     assert group["weight_decay"] == 0.02
@@ -156,56 +150,14 @@ def test_caption_has_class_and_prediction_of_each_image() -> None:
     assert many.count("cat: dog 100%") == 8
 
 
-# --- The meter: values of each step, means of an epoch over all ranks, and its state in a checkpoint ---
+# --- What is logged of steps ---
 
 
-class Context(SimpleNamespace):
-    """What a meter uses of a rank's context."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        super().__init__(logged=[])
-
-    def log(self, values: dict[str, float], *, step: int, epoch: float) -> None:
-        self.logged.append((step, epoch, values))
-
-
-@pytest.fixture
-def ctx() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield Context()
-    dist.destroy_process_group()
-
-
-def sums(loss: float, hits: float) -> torch.Tensor:
-    return torch.tensor([loss, hits], dtype=torch.float64)
-
-
-def test_each_step_is_logged_with_its_means(ctx: Any) -> None:
-    meter = Meter(ctx)
-    meter.add(7, 1.5, 0.01, sums(6.0, 1.0), 4)
-    meter.add(8, 1.6, 0.02, sums(5.0, 2.0), 2)
-    assert ctx.logged == [
-        (7, 1.5, {"train/loss": 1.5, "train/correct": 0.25, "train/learning_rate": 0.01}),
-        (8, 1.6, {"train/loss": 2.5, "train/correct": 1.0, "train/learning_rate": 0.02}),
-    ]
-
-
-def test_step_without_images_is_not_logged(ctx: Any) -> None:
-    meter = Meter(ctx)
-    meter.add(1, 1.0, 0.1, sums(9.0, 0.0), 0)
-    assert (ctx.logged, meter.epoch_means()) == ([], (0.0, 0.0))
-
-
-def test_means_of_an_epoch_count_images_not_steps_and_go_on_from_a_checkpoint(ctx: Any) -> None:
-    before, after = Meter(ctx), Meter(ctx)
-    before.add(1, 1.0, 0.1, sums(6.0, 3.0), 3)
-    before.add(2, 1.0, 0.1, sums(4.0, 0.0), 1)
-    assert before.epoch_means() == (2.5, 0.75)
-    after.restore(before.state())
-    after.add(3, 1.0, 0.1, sums(2.0, 1.0), 4)
-    assert after.epoch_means() == (1.5, 0.5)
-    after.reset()
-    after.add(4, 2.0, 0.1, sums(3.0, 1.0), 1)
-    assert after.epoch_means() == (3.0, 1.0)
+def test_each_step_is_logged() -> None:
+    logged: list[tuple[Any, ...]] = []
+    log = lambda values, *, step, epoch: logged.append((step, epoch, values))  # noqa: E731
+    steps = StepLog(cast("Any", SimpleNamespace(device=torch.device("cpu"), log=log)))
+    steps.add(7, 1.5, 0.01, torch.tensor(1.5), torch.tensor(0.25))
+    assert logged == [(7, 1.5, {"train/loss": 1.5, "train/correct": 0.25, "train/learning_rate": 0.01})]
+    steps.flush()
+    assert len(logged) == 1

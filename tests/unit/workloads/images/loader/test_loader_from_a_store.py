@@ -1,22 +1,18 @@
-"""Images from a real S3 server into batches, through a proxy that breaks requests; processes that are killed."""
+"""Images from a real S3 server into batches, through a proxy that breaks requests."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 from ddptrain.errors import UsageError
@@ -30,7 +26,10 @@ from tests.servers.images_on_s3 import ImageBucket, images_on_s3
 from tests.unit.worker.stubs import until
 
 if TYPE_CHECKING:  # every test process would import torch, for 2 s
-    from ddptrain.workloads.images.loader.image_loader import ImageLoader
+    from ddptrain.rank.loader import RankLoader
+    from ddptrain.workloads.images.loader.batches import Batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 REPOSITORY = Path(__file__).parents[2]
 PER_CLASS = 30
@@ -52,20 +51,19 @@ class Served:
             {"source": self.bucket.url, "source_options": self.options} | defaults | params
         )
 
-    @contextmanager
-    def feeder(
-        self, told: list[str] | None = None, deadline_s: float = PATIENCE_S, **params: Any
-    ) -> Iterator[ImageLoader]:
+    def loader(self, deadline_s: float = PATIENCE_S, **params: Any) -> RankLoader:
+        """The loader of a single rank."""
         import torch
 
-        from ddptrain.workloads.images.loader.image_loader import ImageLoader
+        from ddptrain.rank.loader import make_loader
+        from ddptrain.workloads.images.loader.batches import Images
 
         settings = self.settings(**params)
-        tell = (told if told is not None else []).append
-        location = self.manifest.location(settings)
-        cpu = torch.device("cpu")
-        with ImageLoader(self.manifest, location, settings, cpu, 0, 1, tell, deadline_s=deadline_s) as made:
-            yield made
+        data = Images(self.manifest, self.manifest.train, settings, settings.augmentation, deadline_s=deadline_s)
+        workers: Any = settings.loader_workers
+        options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        how: Any = {"shuffle": True, "drop_last": False, "with_epoch": True, "collate_fn": lambda batch: batch}
+        return make_loader(data, settings.batch_size, 0, 1, torch.device("cpu"), seed=settings.seed, **how, **options)
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +86,17 @@ def served(all_served: Served) -> Served:
     return all_served
 
 
-def epoch(fed: ImageLoader, number: int = 1) -> dict[int, bytes]:
-    """Image -> pixels."""
-    return {
-        int(index): image.numpy().tobytes()
-        for batch in fed.train(number)
-        for index, image in zip(batch.index, batch.images, strict=True)
-    }
+def pixels(batches: Iterable[Batch]) -> dict[int, bytes]:
+    """Image -> pixels; no image is bad."""
+    found: dict[int, bytes] = {}
+    for batch in batches:
+        assert batch.bad == {}
+        found |= {int(i): image.numpy().tobytes() for i, image in zip(batch.index, batch.images, strict=True)}
+    return found
 
 
 def test_broken_requests_change_neither_images_nor_their_order(served: Served) -> None:
-    with served.feeder() as fed:
-        expected = epoch(fed)
+    expected = pixels(served.loader())
     assert len(expected) == N_TRAIN
     assert served.proxy.counts()["get"] >= N_TRAIN
     for faults in (
@@ -108,120 +105,67 @@ def test_broken_requests_change_neither_images_nor_their_order(served: Served) -
         [Fault("stall", "get", share=0.1, delay_s=0.2)],
     ):
         served.proxy.inject(*faults, seed=1)
-        told: list[str] = []
-        with served.feeder(told) as fed:
-            assert epoch(fed) == expected
-        assert served.proxy.counts()["faults"] > 5 and told == []
+        assert pixels(served.loader()) == expected
+        assert served.proxy.counts()["faults"] > 5
         served.proxy.reset()
 
 
 def test_second_epoch_and_another_run_with_the_cache_ask_the_store_for_nothing(served: Served, tmp_path: Path) -> None:
     cache = {"dir": str(tmp_path / "cache"), "max_gb": 1.0}
-    with served.feeder(cache=cache) as fed:
-        first = epoch(fed)
-        validated = sum(len(batch.labels) for batch in fed.validate())
-        assert served.proxy.counts()["get"] == N_TRAIN + validated == len(served.manifest.keys)
-        served.proxy.reset()
-        second = epoch(fed, 2)
-        assert validated == sum(len(batch.labels) for batch in fed.validate())
-    with served.feeder(cache=cache, loader_workers=0) as fed:
-        assert epoch(fed) == first != second
+    batches = served.loader(cache=cache)
+    first = pixels(batches)
+    assert served.proxy.counts()["get"] == N_TRAIN
+    served.proxy.reset()
+    second = pixels(batches)
+    assert pixels(served.loader(cache=cache)) == first != second
     assert served.proxy.counts() == {}
 
 
-def test_missing_and_damaged_images_are_named_and_replaced(served: Served, tmp_path: Path) -> None:
-    gone, cut = (served.manifest.keys[served.manifest.train[place]] for place in (5, 50))
-    served.proxy.inject(Fault("status", "get", match=gone, status=404), Fault("truncate", "get", match=cut))
-    told: list[str] = []
-    with served.feeder(told, 1, max_bad_fraction=0.05) as fed:
-        batches = [*fed.train(1)]
-        bad = dict(fed.bad)
-    assert bad.keys() == {gone, cut} and len(told) == 2
-    assert bad[gone] == "it is no longer there" and bad[cut].startswith("tried for 1 s; the last error: ")
+def test_missing_images_are_named_and_replaced(served: Served) -> None:
+    missing = served.manifest.train[5]
+    served.proxy.inject(Fault("status", "get", match=served.manifest.keys[missing], status=404))
+    batches = [*served.loader()]
+    bad = {index: reason for batch in batches for index, reason in batch.bad.items()}
+    assert bad == {missing: "it is no longer there"}
     labels = Counter(label for batch in batches for label in batch.labels.tolist())
     assert labels == dict.fromkeys(range(5), N_TRAIN // 5), "of each class as many as before"
-    assert int(sum((~batch.ok).sum() for batch in batches)) == 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_store_that_is_away_for_long_ends_the_training_instead_of_having_images_replaced(
-    served: Served, workers: int
+def test_store_that_does_not_answer_for_long_ends_the_training_instead_of_having_images_replaced(
+    served: Served,
 ) -> None:
-    told: list[str] = []
-    ok: list[bool] = []
-    feeder = served.feeder(told, 1.0, loader_workers=workers, batch_size=4, requests=4)
-    with feeder as fed:
-        batches = fed.train(1)
-        next(batches)
-        served.proxy.inject(Fault("reset", share=0.5), Fault("status", status=503))
-        with pytest.raises(StoreUnreachable) as caught:
-            ok.extend(bool(batch.ok.all()) for batch in batches)
-        assert all(ok) and fed.bad == [] and told == []
-    said, shortly = str(caught.value), r"since \d\d:\d\d:\d\d \(\d+ s\); the last error: s3://images/dogs/Images/n\d+-"
-    assert re.match(rf"s3://images/dogs/Images does not answer: no request has succeeded {shortly}", said)
-    assert said.endswith("; when it is back, failure.max_restarts or --resume continues from the newest checkpoint")
-    assert "503 SlowDown" in said or "the connection broke" in said or "no connection" in said
-    assert "\n" not in said
+    batches = iter(served.loader(1.0, batch_size=4, requests=4))
+    next(batches)
+    served.proxy.inject(Fault("reset", share=0.5), Fault("status", status=503))
+    with pytest.raises(StoreUnreachable) as caught:
+        pixels(batches)
+    text = str(caught.value)
+    assert re.search(r"s3://images/dogs/Images gives no n\d+-\S+ since \d\d:\d\d:\d\d \(1 s\); the last error: ", text)
+    assert "failure.max_restarts or --resume continues from the newest checkpoint" in text
+    assert "503 SlowDown" in text or "the connection broke" in text or "no connection" in text
 
 
-def test_store_that_is_away_for_a_while_is_waited_for(served: Served) -> None:
-    with served.feeder() as fed:
-        expected = epoch(fed)
-    told: list[str] = []
-    with served.feeder(told, batch_size=4, requests=4) as fed:
-        batches = fed.train(1)
-        shown = [next(batches)]
-        served.proxy.inject(Fault("reset"))
+def test_store_that_does_not_answer_for_a_while_is_waited_for(served: Served) -> None:
+    expected = pixels(served.loader())
+    batches = iter(served.loader(batch_size=4, requests=4))
+    shown = [next(batches)]
+    served.proxy.inject(Fault("reset"))
 
-        def come_back() -> None:
-            until(lambda: served.proxy.counts().get("faults", 0) > 12, "a third try of each request")
-            served.proxy.reset()
+    def answer_again() -> None:
+        until(lambda: served.proxy.counts().get("faults", 0) > 12, "a third try of each request")
+        served.proxy.reset()
 
-        back = threading.Thread(target=come_back)
-        back.start()
-        shown += batches
-        back.join()
-    assert len(shown) == N_TRAIN // 4 and all(batch.ok.all() for batch in shown) and told == []
-    found = {int(i): image.numpy().tobytes() for one in shown for i, image in zip(one.index, one.images, strict=True)}
-    assert found == expected
+    back = threading.Thread(target=answer_again)
+    back.start()
+    shown += batches
+    back.join()
+    assert len(shown) == N_TRAIN // 4 and pixels(shown) == expected
 
 
-def test_requests_are_under_way_side_by_side(served: Served) -> None:
+def test_requests_are_sent_side_by_side(served: Served) -> None:
     served.proxy.inject(at_once=16)
-    with served.feeder(requests=16) as fed:
-        assert len([*fed.train(1)]) == 8
+    assert len([*served.loader(requests=16)]) == 8
     assert served.proxy.most_at_once() == 16
-
-
-# A rank that feeds itself; it prints the processes that decode for it, and trains until it is killed.
-RANK = """
-import json, sys, torch
-from ddptrain.workloads.images.loader.image_loader import ImageLoader
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.params import ImagesParams
-from pathlib import Path
-manifest, settings = Manifest.read(Path(sys.argv[1])), ImagesParams.model_validate(json.loads(sys.argv[2]))
-feeder = ImageLoader(manifest, manifest.location(settings), settings, torch.device("cpu"), 0, 1, print)
-for epoch in range(1, 1_000_000):
-    for batch in feeder.train(epoch):
-        if epoch == 1:
-            print(json.dumps(feeder._pool.pids), flush=True)
-"""
-
-
-def test_decode_processes_end_with_their_rank_when_it_is_killed(served: Served, tmp_path: Path) -> None:
-    served.manifest.write(tmp_path)
-    settings = served.settings(loader_workers=2).model_dump_json()
-    with subprocess.Popen(
-        [sys.executable, "-c", RANK, str(tmp_path), settings], cwd=REPOSITORY, stdout=subprocess.PIPE
-    ) as rank:
-        assert rank.stdout is not None
-        pids = json.loads(rank.stdout.readline())
-        assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
-        os.kill(rank.pid, signal.SIGKILL)
-        assert rank.wait(PATIENCE_S) == -signal.SIGKILL
-        rank.stdout.read()
-    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the decode processes", PATIENCE_S)
 
 
 def test_s3_image_folder_is_read_by_a_data_loader(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,6 @@ class Beginning:
         known = PretrainedWeights(self.path.as_uri(), MEAN, STD, 300)
         monkeypatch.setattr(initial_weights, "find_pretrained", lambda *_: known)
         monkeypatch.setattr(initial_weights, "weights_file", lambda *_: self.path)
-        monkeypatch.setattr(initial_weights, "_share_weights", lambda _: None)  # there is no process group
         self.ctx = cast("RankContext", SimpleNamespace(rank=0, inputs=None, progress=lambda *_, **__: None))
 
     def keeps_head(self, weights: str, **params: Any) -> bool:

@@ -21,7 +21,7 @@ class ops:
 
 def test_part_that_fails_is_a_problem_and_the_others_are_tried(tmp_path: Path) -> None:
     (tmp_path / "torchvision.py").write_text(BROKEN)
-    command = [sys.executable, "-m", "ddptrain.rank.torch_probe"]
+    command = [sys.executable, "-m", "ddptrain.rank.probes"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=True)
     found = json.loads(done.stdout)
