@@ -273,14 +273,11 @@ class Attempt:
             if is_number:
                 numbers = list(group)
                 self._on_event(rank, numbers[-1], len(numbers))
-                self.recorder.rank_numbers(rank, numbers)
-                for each in numbers:
-                    self._check_finite(rank, each)
+                self._end_because(rank, self.recorder.rank_numbers(rank, numbers))
             else:
                 for event in group:
                     self._on_event(rank, event)
-                    self.recorder.rank_event(rank, event)
-                    self._check_finite(rank, event)
+                    self._end_because(rank, self.recorder.rank_event(rank, event))
         if error and not self.stopping:
             self._give_up(rank, f"its output could not be read: {error}")
         if ended is not None:
@@ -322,8 +319,9 @@ class Attempt:
         rank.fault = failure_fault.from_failure(rank.spec.rank, failure)
         self._add_fault(rank.fault)
 
-    def _check_finite(self, rank: int, event: events.Event) -> None:
-        if reason := self.recorder.not_finite(rank, event):
+    def _end_because(self, rank: int, reason: str) -> None:
+        """End the attempt if there is a reason: the value of a rank is not finite."""
+        if reason:
             fault = self.ranks[rank].fault = Fault(rank, FaultKind.NAN, self._time_ns, reason)
             self._add_fault(fault)
             self._stop(self.grace_s)  # the rank itself goes on

@@ -126,8 +126,11 @@ class Recorder:
         """Write the buffered metrics into the run directory."""
         self.writer.flush()
 
-    def rank_numbers(self, rank: int, numbers: Sequence[events.Event]) -> None:
-        """Show and record metrics, or progress, that a rank sent in a row; metrics are written with flush()."""
+    def rank_numbers(self, rank: int, numbers: Sequence[events.Event]) -> str:
+        """Show and record metrics, or progress, that a rank sent in a row; metrics are written with flush().
+
+        Return why the run must end, or "".
+        """
         metrics = [event for event in numbers if isinstance(event, events.Metrics)]
         if metrics:
             self.writer.add_metrics(metrics, rank)
@@ -136,6 +139,7 @@ class Recorder:
         self._pass({"event": "numbers", "rank": rank, "numbers": numbers})
         if progress := [event for event in numbers if isinstance(event, events.Progress)]:
             self._progress(rank, progress[-1])
+        return next((reason for event in numbers if (reason := self._not_finite(rank, event))), "")
 
     def _progress(self, rank: int, event: events.Progress) -> None:
         self._paces.setdefault(rank, Pace()).update(event)
@@ -149,8 +153,8 @@ class Recorder:
         )
         self.writer.set_progress(record)
 
-    def rank_event(self, rank: int, event: events.Event) -> None:
-        """Show and record an event that a rank sent, as its class says; some need more than that."""
+    def rank_event(self, rank: int, event: events.Event) -> str:
+        """Show and record an event that a rank sent, as its class says. Return why the run must end, or ""."""
         if event.recorded:
             self.event(event.kind, rank=rank, **_fields(event))
         text, level = event.shown()
@@ -176,6 +180,7 @@ class Recorder:
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
             case events.TrackerFailed():
                 self.event("tracker_failed", rank=rank, **_fields(event))
+        return self._not_finite(rank, event)
 
     def _check_metric(self, saved: events.CheckpointSaved) -> None:
         """Warn once if a checkpoint lacks the metric that decides which one is best."""
@@ -185,7 +190,7 @@ class Recorder:
         if problem or self._metric in saved.metrics:
             self._metric = None
 
-    def not_finite(self, rank: int, event: events.Event) -> str:
+    def _not_finite(self, rank: int, event: events.Event) -> str:
         """Record and show the first value of an attempt that is not finite. Return why the run must end, or ""."""
         match event:
             case events.Metrics(values=values, step=step, epoch=epoch):

@@ -51,31 +51,48 @@ def choose(
         UsageError: the run succeeded, has another workload or other params, or belongs to another user.
         RunLocked: `auto` found a run that is running, or may be running on another host.
     """
-    if which != AUTO:
-        return _continue_named(runs.find(which, NeededFiles.CONFIG), resolved, allow_changes=allow_changes)
-    if run_id is None:
-        return _continue_newest(runs, resolved, allow_changes=allow_changes)
-    view = runs.find_exact(run_id, NeededFiles.CONFIG)
-    if view is None:
+    if which == AUTO and run_id is None:
+        return _newest(runs, resolved, allow_changes=allow_changes)
+    found = runs.find_exact(str(run_id), NeededFiles.CONFIG) if which == AUTO else runs.find(which, NeededFiles.CONFIG)
+    if found is None:
         return Choice(None, "starting a new run: no earlier run has this id")
-    _require_owned(view)
-    _require_ended(view)
-    if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(view.layout, resolved))):
+    view = found
+    if not is_own_folder(view.layout.root):
+        raise UsageError(
+            f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
+            "another user; resume a run of your own, or start a new one"
+        )
+    if which == AUTO:
+        _require_ended(view)
+    changes = list(_changes(view.layout, resolved))
+    if view.status == RunStatus.SUCCEEDED and which == AUTO and not (allow_changes and changes):
         return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
-    return _continue_named(view, resolved, allow_changes=allow_changes)
-
-
-def _continue_named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
-    """Continue the run that the user named."""
-    _require_owned(view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
         raise UsageError(
             f"run {view.run_id} has succeeded: there is nothing to resume (--allow-changes trains it further)"
         )
-    changes = list(_changes(view.layout, resolved))
     if changes and not allow_changes:
         lines = "".join(f"\n  {change}" for change in changes)
         raise UsageError(f"run {view.run_id} was made with other settings; --allow-changes continues anyway:{lines}")
+    return _continue(view, changes)
+
+
+def _newest(runs: RunsDir, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+    """Choose the newest run of this name, if it can be continued."""
+    name = resolved.config.name
+    named = [view for view in runs.list() if view.record.name == name and not view.problem]
+    ours = [view for view in named if is_own_folder(view.layout.root)]
+    if not ours:
+        return Choice(None, f"starting a new run: there is no run named {name} to resume in {runs.where}")
+    for view in [ours[0], *(each for each in ours[1:] if each.is_running)]:
+        _require_ended(view)
+    view = runs.find_exact(ours[0].layout.root.name, NeededFiles.CONFIG) or ours[0]
+    changes = list(_changes(view.layout, resolved))
+    if changes and not allow_changes and view.status != RunStatus.SUCCEEDED:
+        had = ", ".join(changes)
+        return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
+    if view.status == RunStatus.SUCCEEDED and not (changes and allow_changes):
+        return Choice(None, f"starting a new run: the last run of this name, {view.run_id}, has succeeded")
     return _continue(view, changes)
 
 
@@ -85,42 +102,11 @@ def _continue(view: RunView, changes: Sequence[str]) -> Choice:
     return Choice(view.layout.root, reason, view.record.driver)
 
 
-def _continue_newest(runs: RunsDir, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
-    """Continue the newest run of this name, if it can be continued."""
-    name = resolved.config.name
-    named = [view for view in runs.list() if view.record.name == name and not view.problem]
-    ours = [view for view in named if is_own_folder(view.layout.root)]
-    for view in [*ours[:1], *(each for each in ours[1:] if each.is_running)]:
-        _require_ended(view)
-    if not ours:
-        return Choice(None, f"starting a new run: there is no run named {name} to resume in {runs.where}")
-    view = runs.find_exact(ours[0].layout.root.name, NeededFiles.CONFIG) or ours[0]
-    changes = list(_changes(view.layout, resolved))
-    if changes and allow_changes:
-        return _continue(view, changes)
-    if view.status == RunStatus.SUCCEEDED:
-        return Choice(None, f"starting a new run: the last run of this name, {view.run_id}, has succeeded")
-    if changes:
-        had = ", ".join(changes)
-        return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
-    return _continue(view, ())
-
-
-def _require_owned(view: RunView) -> None:
-    """Raise UsageError for a run of another user, because ddptrain does not write to directories of other users."""
-    if not is_own_folder(view.layout.root):
-        raise UsageError(
-            f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
-            "another user; resume a run of your own, or start a new one"
-        )
-
-
 def _require_ended(view: RunView) -> None:
     """Raise RunLocked for a run that is running, because it must not run twice."""
-    driver = view.record.driver
     if view.is_running:
         # run.json may still name the previous driver, because a driver takes the lock first.
-        who = ownership.holder(view.layout.lock_file) or driver.description
+        who = ownership.holder(view.layout.lock_file) or view.record.driver.description
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
             f"ddptrain stop {run_argument(view.layout)}"

@@ -184,11 +184,19 @@ class Run:
         self.warned = self.ended = False  # that the run could not be uploaded completely; the display has ended
         shared, layout, is_training = self.options.shared, self.writer.layout, self.options.evaluation is None
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
-        self.observers: list[RunObserver] = [
-            *([self._display()] if shared is None else []),
-            *self.options.observers,
-            *([InstalledObservers(self._warn)] if is_training else []),
-        ]
+        self.observers: list[RunObserver] = [*self.options.observers]
+        if shared is None:
+            display = open_display(
+                self.options.output,
+                layout.logs_dir,
+                self.writer.run_id,
+                stdout=sys.stderr if self.options.to_stderr else None,
+                all_ranks=self.options.all_ranks,
+                stage="" if is_training else _EVALUATION,
+            )
+            self.observers.insert(0, display)
+        if is_training:
+            self.observers.append(InstalledObservers(self._warn))
         self.nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.nan)
@@ -199,16 +207,6 @@ class Run:
         )
         self.upload.begin(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
-
-    def _display(self) -> RunObserver:
-        return open_display(
-            self.options.output,
-            self.writer.layout.logs_dir,
-            self.writer.run_id,
-            stdout=sys.stderr if self.options.to_stderr else None,
-            all_ranks=self.options.all_ranks,
-            stage=_EVALUATION if self.options.evaluation is not None else "",
-        )
 
     def _abort(self, error: DdptrainError) -> None:
         """End the run: its results can no longer be written, or another driver owns it."""
@@ -348,7 +346,9 @@ class Run:
             pause = f" in {again.pause_s:g} s" if again.pause_s else ""
             self.recorder.warn(f"starting the ranks again{pause}, {start} ({again.count})")
             self.signals.pause(again.pause_s)
-            self._replace_workers(leaving=end.leaving)
+            shared = self.options.shared  # other runs may be saving on a worker that is about to end
+            with nullcontext() if shared is None else shared.mutex:
+                self.cluster.replace_workers(leaving=end.leaving and shared is None)
 
     def _resumed(self) -> VerifiedCheckpoint | None:
         """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
@@ -430,12 +430,6 @@ class Run:
         failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure else None
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
         self.writer.update(attempts=(*others, ended))
-
-    def _replace_workers(self, *, leaving: bool) -> None:
-        """Replace workers that have ended, and one that is about to end; but other runs may be saving on that one."""
-        shared = self.options.shared
-        with nullcontext() if shared is None else shared.mutex:
-            self.cluster.replace_workers(leaving=leaving and shared is None)
 
     # --- the end ---
 

@@ -104,9 +104,6 @@ class Play:
 
     notice = status = silence = warn
 
-    def not_finite(self, rank: int, event: events.Event) -> str:
-        return ""
-
     def fault(self, fault: Fault) -> None:
         self._note("fault", fault)
 
@@ -116,8 +113,8 @@ class Play:
     def stored(self, rank: int, path: str, step: int | None) -> None:
         self._note("stored", rank, path, step)
 
-    def rank_numbers(self, *_: object) -> None:
-        """Nothing."""
+    def rank_numbers(self, *_: object) -> str:
+        return ""
 
     rank_event = system = log_grew = rank_numbers
 

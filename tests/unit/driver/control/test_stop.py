@@ -7,13 +7,10 @@ import os
 import queue
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -164,19 +161,6 @@ def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWrite
         stop_run(gone, now=True, by="", tell=pytest.fail)
 
 
-def test_request_that_was_taken_leaves_a_run_that_may_still_copy_results(writer: RunWriter) -> None:
-    def take(text: str) -> None:
-        assert text.startswith("waiting up to 0 s for run a-run")
-        writer.layout.stop_json.unlink()
-
-    with pytest.raises(ClusterError) as caught:
-        stop_run(going(writer, elsewhere=True), now=True, by="", tell=take, margin_s=0.0)
-    driver = f"process {os.getpid()} on far"
-    assert str(caught.value) == (
-        f"run a-run has not ended after 0 s (it may still be copying results); look at {driver}, and kill it"
-    )
-
-
 # --- Signals to the driver are messages, and interrupt only what merely waits ---
 
 
@@ -240,31 +224,6 @@ def test_fourth_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch)
     assert ended == []
     signals.take(signal.SIGTERM, None)
     assert ended == [143] and signals.taken == [15, 2, 2, 15]
-
-
-@pytest.mark.parametrize("line", [1, 2, 3])
-def test_signal_at_any_line_before_a_wait_ends_it(line: int) -> None:
-    signals, lines, waited = Signals(queue.SimpleQueue()), list[int](), list[bool]()
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_name == "interrupting" and event == "line":
-            lines.append(frame.f_lineno)
-            if len(lines) == line:
-                signals.take(signal.SIGTERM, None)
-        return trace
-
-    def wait() -> None:
-        with signals.interrupting():
-            waited.append(True)
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        with pytest.raises(Interrupted):
-            wait()
-    finally:
-        sys.settrace(before)
-    assert waited == []
 
 
 @pytest.mark.parametrize("taken", [[], [signal.SIGTERM, signal.SIGINT]])

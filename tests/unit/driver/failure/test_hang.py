@@ -107,18 +107,10 @@ def test_stopped_process_comes_before_every_other_sign() -> None:
     assert "its process is stopped (SIGSTOP)" in fault.message
 
 
-def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing() -> None:
-    assert missing([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0, 5).rank == 2
-
-
 def test_rank_that_says_nothing_at_all_is_missing() -> None:
     fault = missing([report(0, ALL_REDUCE, 3), silent(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
     assert fault.rank == 1
     assert "its place in the code is not known while rank 0, 2 wait for it" in fault.message
-
-
-def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() -> None:
-    assert missing([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0, 5).rank == 1
 
 
 def test_rank_that_did_not_start_comes_before_one_that_did() -> None:
@@ -191,10 +183,6 @@ def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
     assert (fault.rank if fault is not None else None) == hangs
 
 
-def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
-    assert diagnose([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, 5) is not None
-
-
 def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_cpu() -> None:
     fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, silent_s=3604.0, uses="CPU")], 600.0, 5)
     assert fault.message == (
@@ -207,11 +195,6 @@ def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
     fault = missing([report(0, ALL_REDUCE, 7), silent(1, 0.0, finished=True, lost=True)], 2.0, 5)
     assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.EXIT, 1)
     assert "returned from the workload while rank 0 waited for it" in fault.message
-
-
-def test_rank_that_hangs_by_itself_after_another_has_returned_is_the_one() -> None:
-    fault = missing([report(0, LOADING, 7), silent(1, 0.0, finished=True, lost=True)], 2.0, 5)
-    assert (fault.rank, fault.kind) == (0, FaultKind.HANG)
 
 
 def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:

@@ -94,24 +94,10 @@ NONE = "there is no checkpoint to continue from"
             "exception",
         ),
         (
-            ended(ranks(finished=True, faults=(FAULT,)), fault=FAULT),
-            "failed",
-            1,
-            "rank 1 on h1 failed first: ValueError: bad batch; log: {run}/logs/rank-1.log",
-            "exception",
-        ),
-        (
             ended(ranks(), fault=fault(0, victim=True)),
             "failed",
             1,
             "rank 0 on h0 failed first: no; log: {run}/logs/rank-0.log",
-            "exception",
-        ),
-        (
-            ended(ranks(preempted=True, faults=(FAULT,)), fault=FAULT),
-            "failed",
-            1,
-            "rank 1 on h1 failed first: ValueError: bad batch; log: {run}/logs/rank-1.log",
             "exception",
         ),
         (
