@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.tracking import tracker_thread
 from ddptrain.tracking.factory import TrackerManager
 from ddptrain.tracking.items import Checkpoint, Image, Numbers
 from tests.unit.tracking.trackers import Failing, Hanging, House, Late, Recorder, numbers
@@ -149,22 +148,6 @@ def test_time_for_the_end_can_be_shortened_while_it_is_waited_for(house: House) 
     threading.Timer(0.3, lambda: manager.end("crashed", 0.1)).start()
     manager.wait()
     assert manager.unfinished == ["hanging"]
-
-
-def test_tracker_with_much_to_do_still_comes_to_its_finish(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_thread, "_DRAIN_SHARE", 0.01)
-
-    class Slow(Recorder):
-        def log(self, item: object) -> None:
-            time.sleep(0.05)
-
-    slow = Slow()
-    manager = house.open(slow, timeout_s=50.0)
-    for step in range(100):
-        manager.put(numbers(step))
-    finish(manager)
-    assert slow.states == ["finished"]
-    assert "slow was too slow for" in house.warnings[-1]
 
 
 def test_tracker_that_cannot_start_is_off_and_says_why(house: House) -> None:

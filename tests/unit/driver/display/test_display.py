@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import pytest
 
 from ddptrain import log
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import open_display
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from tests.unit.driver.display.live_events import expect, numbers
@@ -123,13 +123,6 @@ def test_json_objects_of_a_stage_have_its_name(tmp_path: Path) -> None:
     found = [json.loads(line) for line in out.getvalue().splitlines()]
     assert {each["event"] for each in found} == {"notice", "log", "run_finished"}
     assert all(each["stage"] == "evaluate" for each in found)
-
-
-def test_forced_colours_mark_ranks_in_a_pipe(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", FORCE_COLOR="1")
-    shown.print(0, b"one\n")
-    shown.close()
-    assert shown.out == "\x1b[36m[rank 0]\x1b[0m one\n"
 
 
 def test_progress_bar_of_a_rank_is_shown_now_and_then_and_as_it_ends(tmp_path: Path) -> None:
@@ -305,13 +298,6 @@ def test_memory_stays_flat_however_much_comes_at_once(tmp_path: Path, line: byte
     command = [sys.executable, "-c", MEMORY, str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True, text=True)
     assert int(done.stderr) < 10_000  # kB
-
-
-def test_display_is_a_context_manager(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain")
-    with shown.display as display:
-        assert isinstance(display, Display)
-    shown.close()
 
 
 def test_from_17_ranks_on_rank_0_is_shown_and_whatever_differs(tmp_path: Path) -> None:

@@ -27,20 +27,6 @@ def test_line_that_rank_0_prints_within_the_wait_is_shown_of_rank_0_only() -> No
     assert texts(shown.due(10.4)) == [(2, "only rank 2")]
 
 
-def test_line_that_several_ranks_print_without_rank_0_is_shown_of_the_first() -> None:
-    shown = DifferingLines()
-    for rank in (2, 1, 3):
-        shown.add(rank, lines("a warning"), 0.0)
-    assert texts(shown.flush()) == [(2, "a warning")]
-
-
-def test_piece_of_a_line_does_not_hide_a_whole_line() -> None:
-    shown = DifferingLines()
-    shown.add(0, [RankLine("a", ended=False)], 0.0)
-    shown.add(1, [RankLine("a")], 0.0)
-    assert texts(shown.flush()) == [(0, "a"), (1, "a")]
-
-
 def test_memory_is_bounded_while_lines_wait() -> None:
     shown = DifferingLines()
     shown.add(1, [RankLine(f"{number:099}") for number in range(20_000)], 0.0)

@@ -85,15 +85,6 @@ def test_host_is_shown_where_there_are_several() -> None:
     assert names(running(2, host="node{}")) == ["rank 0 on node0", "rank 1 on node1"]
 
 
-def test_nothing_is_shown_of_ranks_that_have_reported_nothing() -> None:
-    rows = RunRows("run-1", is_unicode=True)
-    rows.event(expect(2))
-    rows.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 1})
-    assert len(drawn(rows)) == 1
-    rows.event({"event": "rank_ended", "rank": 0, "ok": False})
-    assert names(rows) == ["rank 0", "rank 1"]
-
-
 def test_no_row_is_wider_than_the_terminal() -> None:
     rows = running(3, host="node{}.example.com")
     rows.redrawn(1, "日本" * 100)
@@ -122,13 +113,6 @@ def test_new_start_of_a_rank_forgets_the_attempt_before() -> None:
     rows = running(1)
     rows.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 7})
     assert len(drawn(rows)) == 1
-
-
-def test_columns_do_not_shrink_so_that_bars_stay_in_place() -> None:
-    rows = running(1)
-    before = drawn(rows)[0].index("%")
-    move(rows, 0, 2, 1.0)
-    assert drawn(rows)[0].index("%") == before
 
 
 def test_bar_that_a_rank_draws_itself_stands_below_its_row() -> None:
@@ -261,13 +245,6 @@ def pace_of(*points: tuple[float, float], total: float | None = 100.0) -> Pace:
     return pace
 
 
-def test_steady_progress_has_its_rate_and_eta() -> None:
-    pace = pace_of((0, 0), (1, 10), (2, 20), (4, 40))
-    assert pace.rate == pytest.approx(10)
-    assert pace.eta_s == pytest.approx(6)
-    assert pace.fraction == pytest.approx(0.4)
-
-
 def test_rate_follows_a_change_slowly() -> None:
     pace = pace_of((0, 0), (10, 100), (11, 120), total=1000)
     assert pace.rate == pytest.approx(11.81269)  # 10 + (1 - e^(-1/5)) * (20 - 10)
@@ -275,15 +252,6 @@ def test_rate_follows_a_change_slowly() -> None:
 
 def test_progress_that_starts_again_starts_its_rate_again() -> None:
     assert pace_of((0, 0), (1, 50), (2, 0)).rate is None
-
-
-def test_clock_that_stands_or_goes_back_does_no_harm() -> None:
-    assert pace_of((5, 0), (5, 10), (4, 20)).rate is None
-
-
-def test_unknown_total_has_neither_fraction_nor_eta() -> None:
-    pace = pace_of((0, 0), (1, 10), total=None)
-    assert (pace.fraction, pace.eta_s, pace.rate) == (None, None, 10)
 
 
 @pytest.mark.parametrize("total", [0.0, -1.0, math.nan, math.inf])
@@ -301,7 +269,3 @@ def test_other_unit_starts_a_new_rate() -> None:
     assert (pace.rate, pace.unit, pace.done) == (None, "batches", 20.0)
     pace.update(Progress(3 * 10**9, 25.0, 100.0, "batches"))
     assert pace.rate == 5.0
-
-
-def test_progress_that_stands_still_lowers_the_rate() -> None:
-    assert pace_of((0, 0), (10, 100), (15, 100)).rate == pytest.approx(3.678794)  # 10 * e^-1

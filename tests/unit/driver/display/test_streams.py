@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -14,18 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display.logs import MAX_LINE_CHARS, READ_BYTES, LineAssembler, LogTail, RankLine
+from ddptrain.driver.display.logs import LineAssembler, LogTail, RankLine
 from ddptrain.driver.display.renderers import format_own
 from ddptrain.driver.display.terminal import (
     Stream,
     choose_mode,
     cropped,
     harmless,
-    terminal_size,
     wants_colour,
     wrapped,
 )
-from ddptrain.errors import UsageError
 from ddptrain.text_tables import columns_of
 
 # --- The stream never raises and never blocks for good ---
@@ -71,13 +67,6 @@ def test_reader_who_has_gone_is_noted_and_later_writes_go_nowhere(pipe: tuple[in
     file.flush()  # to /dev/null: nobody who prints later fails, nor does the interpreter at its end
 
 
-def test_writing_within_a_time_ends_in_time(pipe: tuple[int, TextIO]) -> None:
-    _, file = pipe
-    started_s = time.monotonic()
-    Stream(file).write("x" * 1_000_000, 0.05)
-    assert time.monotonic() - started_s < 30
-
-
 def test_what_has_room_is_written_also_when_the_time_is_over_at_once(pipe: tuple[int, TextIO]) -> None:
     reader, file = pipe
     Stream(file).write("last word", -1.0)
@@ -97,12 +86,6 @@ def test_characters_that_cannot_be_shown_are_replaced(pipe: tuple[int, TextIO], 
     with os.fdopen(os.dup(file.fileno()), "w", encoding=encoding) as limited:
         Stream(limited).write("Zoë \ud800\n")
     assert os.read(reader, 100) == shown
-
-
-def test_stream_without_a_descriptor_is_written_to() -> None:
-    file = io.StringIO()
-    Stream(file).write("Zoë\n")
-    assert file.getvalue() == "Zoë\n"
 
 
 def test_what_the_file_had_buffered_comes_first(pipe: tuple[int, TextIO]) -> None:
@@ -139,11 +122,6 @@ def test_closed_stdout_is_broken_from_the_start() -> None:
 )
 def test_output_fits_where_it_goes(mode: str, is_terminal: bool, environ: dict[str, str], chosen: str) -> None:
     assert choose_mode(mode, is_terminal, environ) == chosen
-
-
-def test_unknown_mode_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="'fancy'; choose one of auto, live, plain, json"):
-        choose_mode("fancy", True, {})
 
 
 @pytest.mark.parametrize(
@@ -187,10 +165,6 @@ def test_wide_and_combining_characters_are_measured_and_cropped() -> None:
     assert [cropped("abc", 2), cropped("日本", 3), cropped("日本", 4)] == ["ab", "日", "日本"]
 
 
-def test_size_is_that_of_the_environment_where_there_is_no_terminal() -> None:
-    assert terminal_size(-1, {"COLUMNS": "100", "LINES": "x"}) == (100, 24)
-
-
 def test_our_own_lines_may_quote_others_and_are_made_safe_in_a_pipe_too() -> None:
     assert format_own(["run x failed on host\x1b[2J\x1b]0;t\x07\u202e"], colour=False) == "run x failed on host\n"
 
@@ -220,11 +194,6 @@ def test_newline_and_windows_newline_end_a_line() -> None:
 
 def test_text_after_the_last_carriage_return_wins() -> None:
     assert texts(b"10%\r50%\r100%\nnext\r") == ["100%", "next"]
-
-
-def test_character_broken_between_chunks_is_whole() -> None:
-    data = "Zoë 🐶\n".encode()
-    assert assemble(*(data[i : i + 1] for i in range(len(data)))) == [RankLine("Zoë 🐶")]
 
 
 def test_broken_utf8_is_replaced_and_the_rest_kept() -> None:
@@ -260,14 +229,6 @@ def test_what_is_printed_is_what_is_shown(printed: list[str]) -> None:
     assert texts("".join(f"{line}\n" for line in printed).encode()) == printed
 
 
-def test_ten_megabyte_line_loses_nothing() -> None:
-    chunk = b"x" * 100_000
-    found = assemble(*[chunk] * 100, b"\n")
-    assert sum(len(line.text) for line in found) == 10_000_000
-    assert max(len(line.text) for line in found) == MAX_LINE_CHARS
-    assert [line.ended for line in found].count(True) == 1
-
-
 def test_line_is_passed_on_in_pieces_of_64_kibibytes() -> None:
     lines = LineAssembler()
     assert lines.feed(b"x" * 65_536) == []
@@ -278,34 +239,6 @@ def test_line_is_passed_on_in_pieces_of_64_kibibytes() -> None:
 def append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
-
-
-def test_file_that_comes_later_is_read_from_its_start(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    assert tail.read() == []
-    append(tail.path, b"one\ntw")
-    assert tail.read() == [RankLine("one")]
-    append(tail.path, b"o\n")
-    assert tail.read() == [RankLine("two")]
-    assert tail.read() == []
-    tail.close()
-
-
-def test_one_read_takes_a_bounded_piece(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    append(tail.path, b"x\n" * READ_BYTES)
-    assert len(tail.read()) == READ_BYTES // 2
-    assert tail.offset == READ_BYTES
-    tail.close()
-
-
-def test_nothing_is_read_beyond_the_end(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    append(tail.path, b"one\ntwo\n")
-    tail.end = 4
-    assert tail.read() == [RankLine("one")]
-    assert tail.read() == [] and tail.drained
-    tail.close()
 
 
 def test_reading_goes_on_after_the_file_was_given_back(tmp_path: Path) -> None:

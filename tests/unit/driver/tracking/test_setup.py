@@ -44,11 +44,6 @@ def netrc(home: Mapping[str, str], host: str, name: str = ".netrc") -> Path:
     return path
 
 
-def test_key_of_the_environment_comes_first(home: dict[str, str]) -> None:
-    netrc(home, "api.wandb.ai")
-    assert find_access({**home, "WANDB_API_KEY": "e" * 40}).key == "e" * 40
-
-
 @pytest.mark.parametrize("host", ["api.wandb.ai", "api.forge.coreweave.com"])
 def test_key_of_netrc_is_found_for_the_public_service(home: dict[str, str], host: str) -> None:
     netrc(home, host)
@@ -75,10 +70,6 @@ def test_settings_file_of_wandb_is_read(home: dict[str, str]) -> None:
     (folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:1\nmode = offline\n")
     access = find_access(home)
     assert (access.base_url, access.mode, access.has_credentials) == ("http://127.0.0.1:1", "offline", False)
-
-
-def test_token_file_takes_the_place_of_a_key(home: dict[str, str]) -> None:
-    assert find_access({**home, "WANDB_IDENTITY_TOKEN_FILE": "/token"}).has_credentials
 
 
 def test_access_does_not_show_its_key() -> None:
@@ -140,13 +131,6 @@ def test_run_with_a_key_is_online(make: Make, writer: RunWriter) -> None:
     assert elsewhere is not None and elsewhere.folder == ""
 
 
-def test_rank0_mode_costs_nothing_for_the_other_ranks(make: Make) -> None:
-    tracking, said = make({"WANDB_API_KEY": KEY}, mode="rank0")
-    specs = [tracking.of(place(rank)) for rank in range(64)]
-    assert [rank for rank, spec in enumerate(specs) if spec is not None] == [0]
-    assert said == []
-
-
 def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: RunWriter) -> None:
     make({"WANDB_BASE_URL": "https://wandb.example.org"}, mode="rank0")
     Recorder(writer).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
@@ -201,11 +185,6 @@ def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
     tracking = TrackingSetup(resolve(RunConfig.model_validate(config), Path("c.yaml")), writer, environ, said.append)
     assert told(tracking)["online"] is False
     assert "WANDB_MODE is dryrun" in said[0]
-
-
-def test_unknown_wandb_mode_is_said(make: Make) -> None:
-    _, lines = make({"WANDB_API_KEY": KEY, "WANDB_MODE": "of fline"}, mode="rank0")
-    assert lines == ['WANDB_MODE is "of fline", which W&B does not know; use online, offline or disabled']
 
 
 def test_wandb_that_is_disabled_is_off(make: Make) -> None:

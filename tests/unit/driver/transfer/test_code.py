@@ -21,7 +21,7 @@ from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
+from ddptrain.protocol.code_digest import content_hash, inode_digest
 from ddptrain.worker import driver_calls
 
 # --- What of a project goes along, and what stays at home ---
@@ -110,16 +110,6 @@ def test_too_much_is_refused_with_the_largest_files(project: Path) -> None:
     pack(project, []).check(project / "train.py", 4)
 
 
-def test_hash_is_of_names_contents_and_whether_a_file_is_a_program(project: Path) -> None:
-    first = pack(project, []).archive
-    os.utime(project / "train.py", (1, 1))
-    assert pack(project, []).archive == first
-    (project / "train.py").chmod(0o755)
-    second = pack(project, []).archive
-    (project / "train.py").write_text("print(2)")
-    assert len({first[1], second[1], pack(project, []).archive[1]}) == 3
-
-
 def test_home_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert project_folder(tmp_path, None) is None
@@ -136,13 +126,6 @@ def test_inodes_tell_a_folder_from_its_copy(project: Path, tmp_path: Path) -> No
     assert inode_digest(other, package.names) not in ("", inode_digest(project, package.names))
     assert content_hash(other, package.names) == package.archive[1]
     assert inode_digest(tmp_path / "nothing", package.names) == ""
-
-
-def test_paths_move_with_the_folder() -> None:
-    assert move_path("/p/a/b", Path("/p"), "/cache/x") == "/cache/x/a/b"
-    assert move_path("/p", Path("/p"), "/cache/x") == "/cache/x"
-    assert move_path("/elsewhere", Path("/p"), "/cache/x") == "/elsewhere"
-    assert move_path("/p/a", Path("/p"), "") == "/p/a"
 
 
 def test_workload_that_would_stay_at_home_is_told(project: Path) -> None:

@@ -92,15 +92,6 @@ def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: C
     assert inputs.place(cast("Workers", None), [cast("RankPlace", None)] * 2) == ["", ""]
 
 
-def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
-    inputs, said = begun("looks"), list[str]()
-    inputs.wait(said.append)
-    inputs.close()
-    assert said == ["looked"]
-    assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("Workers", None), [cast("RankPlace", None)]) == [""]
-
-
 @pytest.mark.parametrize(
     ("function", "kind", "words"),
     [

@@ -38,15 +38,6 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def test_log_on_a_shared_file_system_is_the_same_file(tmp_path: Path) -> None:
-    spool = spool_in(tmp_path)
-    mirror = mirror_of(spool, tmp_path, shared=True)
-    advance(mirror)
-    append(spool.log, b"printed later\n")
-    assert os.path.samefile(spool.log, mirror.home_log)
-    assert mirror.home_log.read_bytes() == b"printed later\n"
-
-
 def test_log_becomes_the_same_file_when_the_worker_has_created_it(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     spool = RankSpool(tmp_path / "spool")
@@ -57,13 +48,6 @@ def test_log_becomes_the_same_file_when_the_worker_has_created_it(tmp_path: Path
     assert os.path.samefile(spool.log, mirror.home_log)
     append(spool.log, b"printed after the driver was killed\n")
     assert mirror.home_log.read_bytes() == b"first\nprinted after the driver was killed\n"
-
-
-def test_rank_that_was_never_started_has_an_empty_log(tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    mirror = mirror_of(RankSpool(tmp_path / "spool"), tmp_path, shared=True)
-    mirror.catch_up()
-    assert mirror.home_log.read_bytes() == b""
 
 
 def test_log_is_copied_where_no_hard_link_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +130,3 @@ def test_source_that_is_gone_is_an_error(tmp_path: Path) -> None:
     mirror = mirror_of(spool, tmp_path, shared=False)
     with pytest.raises(OSError, match="announced"):
         advance(mirror, 10, 0)
-
-
-def test_bytes_before_a_notice_are_fetched_at_once_and_no_byte_is_taken_twice(tmp_path: Path) -> None:
-    spool = spool_in(tmp_path)
-    mirror = mirror_of(spool, tmp_path, shared=False)
-    append(spool.log, b"abcdefgh")
-    mirror.receive("log", 3, b"def")
-    assert mirror.home_log.read_bytes() == b"abcdef"
-    mirror.receive("log", 1, b"bcd")
-    mirror.receive("log", 4, b"efgh")
-    assert mirror.home_log.read_bytes() == b"abcdefgh"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,6 @@ def test_unknown_version_is_an_error(weights: str, message: str, registry: Model
 def test_model_of_another_workload_is_an_error(registry: ModelRegistry, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a model of the workload images, not of petnames"):
         fetch_weights(config(tmp_path, "model:dogs@1", workload="petnames"), None)
-
-
-@pytest.mark.parametrize("weights", [None, "DEFAULT", "own.pt"])
-def test_other_weights_are_left_as_they_are(weights: str | None, tmp_path: Path) -> None:
-    given = config(tmp_path, weights)
-    assert fetch_weights(given, None) == (given, None)
-
-
-def test_imports_of_the_configuration_stay(registry: ModelRegistry, tmp_path: Path) -> None:
-    given = dataclasses.replace(config(tmp_path, "model:dogs@1"), import_folders=("/a", "/b"))
-    assert fetch_weights(given, None)[0].import_folders == ("/a", "/b")
 
 
 def test_version_without_weights_is_an_error(tmp_path: Path) -> None:

@@ -83,16 +83,6 @@ def test_checkpoint_is_given_up_after_some_failures_and_the_next_one_after_one(
     assert messages == [ArtifactRetried, ArtifactRetried, ArtifactFailed, ArtifactFailed]
 
 
-def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
-    bring: Any, transfer: TransferQueue, inbox: Inbox, stage: Any
-) -> None:
-    block(transfer.writer)
-    bring(stage(1))
-    assert isinstance(inbox.get(timeout=60), ArtifactRetried)
-    transfer.stop_retrying()
-    assert isinstance(inbox.get(timeout=60), ArtifactFailed)
-
-
 def test_damaged_checkpoint_is_not_tried_again(bring: Any, transfer: TransferQueue, inbox: Inbox, stage: Any) -> None:
     event, folder = stage(1)
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
@@ -154,18 +144,6 @@ def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory
     transfer.add(0, event)
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"
-
-
-def test_file_that_is_shorter_than_announced_is_out_of_reach(
-    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], tmp_path: Path
-) -> None:
-    event = FileSaved(1, "a/b", "file-0", 3, "ab", "tracking")
-    sources[2] = Source(tmp_path, lambda path, offset, size: b"12"[offset:])
-    transfer.add(2, event)
-    failed = inbox.get(timeout=60)
-    assert isinstance(failed, ArtifactFailed)
-    assert (failed.rank, failed.what, failed.vital, failed.unreachable) == (2, "tracking file a/b", False, True)
-    assert str(failed.error) == f"{tmp_path / 'file-0'} has 2 bytes, not the 3 announced"
 
 
 def slow_file(writer: RunWriter, inbox: Inbox, folder: Path, fetch: Callable[[Path, int, int], bytes]) -> TransferQueue:
