@@ -262,6 +262,12 @@ def upload(cluster: Cluster, package: CodePackage, max_mb: float = 1.0) -> tuple
     return upload_code(workers, places(cluster.hosts), package, needed, max_mb, lines.append), lines
 
 
+def test_workers_that_see_the_folder_get_nothing(package: CodePackage, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, {"w1": "a", "w2": "b"}, sees=["w1", "w2"])
+    assert upload(cluster, package) == (["", ""], [])
+    assert [name for name, _ in cluster.calls] == ["sees_code"]
+
+
 def test_two_workers_of_one_host_get_one_copy(package: CodePackage, tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, {"w1": "a", "w2": "b", "w3": "b"}, sees=["w1"])
     for _ in range(2):  # attempts
