@@ -8,10 +8,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.secure_files import require_own_folder
+from ddptrain.storage.sources import LocalFolder
 from ddptrain.storage.store import (
     Listed,
     Location,
@@ -27,11 +29,11 @@ from ddptrain.storage.store import (
 _CHUNK_BYTES = 1 << 20
 
 
-class OwnFolder(Store):
+class OwnFolder(LocalFolder, Store):
     """A folder below which only this user writes. Others may read it, if its mode allows it."""
 
     def __init__(self, root: Path, path: str = "") -> None:
-        self.location = Location(str(root), setting="--models-dir")
+        super().__init__(Location(str(root), setting="--models-dir"))
         self.folder = root / path
         self._root, self._path = root, path
 
@@ -71,23 +73,11 @@ class OwnFolder(Store):
         except OSError as error:
             raise self._error("listed", "", error) from error
 
-    def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
-        """See Store."""
-        try:
-            with os.fdopen(file_ops.open_regular(self.folder / key), "rb") as file:
-                file.seek(start)
-                return self._limited(key, file.read(-1 if limit_bytes is None else limit_bytes + 1), limit_bytes)
-        except OSError as error:
-            raise self._error("read", key, error) from error
+    def _open(self, key: str) -> BinaryIO:
+        return os.fdopen(file_ops.open_regular(self.folder / key), "rb")
 
-    def chunks(self, key: str) -> Iterator[bytes]:
-        """See Store."""
-        try:
-            with os.fdopen(file_ops.open_regular(self.folder / key), "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    yield chunk
-        except OSError as error:
-            raise self._error("read", key, error) from error
+    def _read_error(self, key: str, error: OSError) -> StoreError:
+        return self._error("read", key, error)
 
     def write(self, path: str, data: bytes | Path) -> None:
         """See Store."""
@@ -125,7 +115,7 @@ class OwnFolder(Store):
     def read_versioned(self, path: str) -> Versioned | None:
         """See Store; the version is left out, because a file is not replaced."""
         try:
-            with os.fdopen(file_ops.open_regular(self.folder / path), "rb") as file:
+            with self._open(path) as file:
                 return Versioned(file.read(), written_s=os.fstat(file.fileno()).st_mtime)
         except FileNotFoundError:
             return None

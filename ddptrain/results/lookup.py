@@ -137,7 +137,12 @@ def find_run(runs_dir: Path, run: str) -> Path:
         raise RunNotFound("a run's name can't hold a NUL character")
     if "/" not in run and run not in ("", ".", ".."):
         if run == LATEST:
-            return _latest(runs_dir)
+            if runs := list_runs(runs_dir):
+                return runs[0].layout.root
+            raise RunNotFound(
+                f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train "
+                "(--runs-dir: another folder)"
+            )
         if _is_run(runs_dir / run):
             return runs_dir / run
         if (trial := _trial(runs_dir, run)) is not None:
@@ -164,15 +169,6 @@ def _trial(runs_dir: Path, name: str) -> Path | None:
     trial = _TRIAL.fullmatch(name)
     folder = runs_dir / trial[1] / name if trial else None
     return folder if folder is not None and _is_run(folder) else None
-
-
-def _latest(runs_dir: Path) -> Path:
-    runs = list_runs(runs_dir)
-    if not runs:
-        raise RunNotFound(
-            f"there is no run in {where_of(runs_dir)} yet; start one with ddptrain train (--runs-dir: another folder)"
-        )
-    return runs[0].layout.root
 
 
 def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
@@ -307,12 +303,6 @@ def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
         available = ", ".join(path.name for path in reversed(folders.values()))
         raise RunNotFound(f"run {layout.root.name} has no checkpoint {which}; it has {available}")
     if step is None:
-        step = _pointed_at(layout.checkpoints_dir / which)
+        with suppress(OSError):
+            step = step_of(read_bytes(layout.checkpoints_dir / which).decode(errors="replace").strip())
     return folders.get(step) or next(iter(folders.values()))  # the newest one is the first
-
-
-def _pointed_at(pointer: Path) -> int | None:
-    try:
-        return step_of(read_bytes(pointer).decode(errors="replace").strip())
-    except OSError:
-        return None

@@ -99,24 +99,16 @@ def decide(runs: Sequence[RunFacts], policy: PrunePolicy, protected: Mapping[str
 def _reasons_to_stay(runs: Sequence[RunFacts], protected: Mapping[str, str]) -> list[str]:
     """Return for each run why it stays independently of the policy, or ""."""
     newest: dict[str, str] = {}  # name -> folder of the run that `--resume auto` would resume
+    reasons = []
     for run in runs:
         if not run.foreign and not run.problem:
             newest.setdefault(run.name, run.folder)
-    return [_protection(run, protected, is_newest=newest.get(run.name) == run.folder) for run in runs]
-
-
-def _protection(run: RunFacts, protected: Mapping[str, str], *, is_newest: bool) -> str:
-    if run.foreign:
-        return run.foreign
-    if run.problem:
-        return "run.json cannot be read"
-    if run.status not in _ENDED:
-        return run.status
-    if reason := protected.get(run.run_id) or protected.get(run.folder):
-        return reason
-    if is_newest and run.status in _RESUMABLE and run.has_checkpoint:
-        return "can be resumed"
-    return ""
+        reason = run.foreign or (run.problem and "run.json cannot be read")
+        reason = reason or ("" if run.status in _ENDED else run.status)
+        reason = reason or protected.get(run.run_id) or protected.get(run.folder, "")
+        is_resumable = run.status in _RESUMABLE and run.has_checkpoint and newest.get(run.name) == run.folder
+        reasons.append(reason or ("can be resumed" if is_resumable else ""))
+    return reasons
 
 
 def _by_count(runs: Sequence[RunFacts], policy: PrunePolicy, reasons: Sequence[str]) -> list[Decision]:
@@ -221,13 +213,30 @@ def prune(
     leftovers = runs.leftovers()
     if dry_run:
         return PruneReport(tuple(decisions), leftovers, (), dry_run)
-    deletions = _Deletions()
-    finished = {name: size for name, size in leftovers.items() if not deletions.try_delete(partial(runs.finish, name))}
+    problems: list[str] = []
+    is_unreachable = False  # then no further deletion is tried
+
+    def why_not(delete: Callable[[], None]) -> str:
+        """Call `delete`; return why it failed, or ""."""
+        nonlocal is_unreachable
+        if is_unreachable:
+            return "the store does not answer"
+        try:
+            delete()
+        except RunLocked:
+            return "in use"
+        except (ResultsError, StoreError) as error:
+            problems.append(one_line(error))
+            is_unreachable = isinstance(error, StoreUnreachable | Transient)
+            return "cannot be deleted"
+        return ""
+
+    finished = {name: size for name, size in leftovers.items() if not why_not(partial(runs.finish, name))}
     results = []
     for view, decision in zip(views, decisions, strict=True):
-        reason = deletions.try_delete(partial(runs.delete, view)) if decision.goes else ""
+        reason = why_not(partial(runs.delete, view)) if decision.goes else ""
         results.append(replace(decision, goes=False, reason=reason) if reason else decision)
-    return PruneReport(tuple(results), finished, tuple(deletions.problems), dry_run)
+    return PruneReport(tuple(results), finished, tuple(problems), dry_run)
 
 
 def remove_run(runs: RunsDir, view: RunView) -> int:
@@ -244,28 +253,6 @@ def remove_run(runs: RunsDir, view: RunView) -> int:
     size_bytes = runs.size_bytes(view)
     runs.delete(view)
     return size_bytes
-
-
-class _Deletions:
-    """Executes deletions and collects the problems. If a store does not answer, no further deletion is tried."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self._is_unreachable = False
-
-    def try_delete(self, delete: Callable[[], None]) -> str:
-        """Call `delete`; return why it failed, or ""."""
-        if self._is_unreachable:
-            return "the store does not answer"
-        try:
-            delete()
-        except RunLocked:
-            return "in use"
-        except (ResultsError, StoreError) as error:
-            self.problems.append(one_line(error))
-            self._is_unreachable = isinstance(error, StoreUnreachable | Transient)
-            return "cannot be deleted"
-        return ""
 
 
 def _facts(runs: RunsDir, view: RunView) -> RunFacts:

@@ -142,18 +142,14 @@ class RunWriter:
             write_file(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, owner)
             writer.last_versions = view.record.versions
-            writer._settle(view.record.driver)
+            if layout.is_original and not is_this_host(view.record.driver.host, view.record.driver.boot_id):
+                time.sleep(_SETTLE_S)
+                owner.assure()  # no driver on a third host has resumed the run at the same time
             writer._latest.begin_attempt(record.last_metrics)
             return writer
         except BaseException:
             owner.release()
             raise
-
-    def _settle(self, before: DriverRecord) -> None:
-        """Raise RunLocked if a driver on a third host has resumed this run of another host at the same time."""
-        if self.layout.is_original and not is_this_host(before.host, before.boot_id):
-            time.sleep(_SETTLE_S)
-            self._owner.assure()
 
     def keep_heartbeat(self, lost: Callable[[DdptrainError], None]) -> None:
         """Touch the lock file in a thread; `lost` is called by the thread if another driver has the run."""

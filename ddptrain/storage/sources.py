@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ddptrain.storage.store import (
     OBJECT_STORES,
@@ -75,21 +75,21 @@ class LocalFolder(Source):
 
     def __init__(self, location: Location) -> None:
         self.location = location
-        self._root = Path(location.url)
+        self.folder = Path(location.url)
 
     def listing(self, folder: str = "") -> Iterator[Listed]:
         """See Source."""
-        if not self._root.is_dir():
-            what = "is not a folder" if self._root.exists() else "does not exist"
+        if not self.folder.is_dir():
+            what = "is not a folder" if self.folder.exists() else "does not exist"
             want = f"{self.location.setting} must be a folder with one folder of images for each class"
-            raise StoreMissing(f"{self._root} {what}: {want}")
+            raise StoreMissing(f"{self.folder} {what}: {want}")
 
         def refuse(error: OSError) -> None:
             kind = StoreForbidden if isinstance(error, PermissionError) else StoreUnreachable
-            raise kind(f"{self._root} can't be read: {error}") from error
+            raise kind(f"{self.folder} can't be read: {error}") from error
 
-        root, entered = str(self._root), set()
-        for place, folders, names in os.walk(str(self._root / folder), onerror=refuse, followlinks=True):
+        root, entered = str(self.folder), set()
+        for place, folders, names in os.walk(str(self.folder / folder), onerror=refuse, followlinks=True):
             state = os.stat(place)
             if (state.st_dev, state.st_ino) in entered:  # links may lead in a circle
                 folders.clear()
@@ -107,31 +107,34 @@ class LocalFolder(Source):
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
         """See Source."""
         try:
-            with (self._root / key).open("rb") as file:
+            with self._open(key) as file:
                 file.seek(start)
                 data = file.read(-1 if limit_bytes is None else limit_bytes + 1)
         except OSError as error:
-            raise self._error(key, error) from None
+            raise self._read_error(key, error) from None
         return self._limited(key, data, limit_bytes)
 
     def chunks(self, key: str) -> Iterator[bytes]:
         """See Source."""
         try:
-            with (self._root / key).open("rb") as file:
+            with self._open(key) as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     yield chunk
         except OSError as error:
-            raise self._error(key, error) from None
+            raise self._read_error(key, error) from None
 
-    def _error(self, key: str, error: OSError) -> StoreError:
+    def _open(self, key: str) -> BinaryIO:
+        return (self.folder / key).open("rb")
+
+    def _read_error(self, key: str, error: OSError) -> StoreError:
         """Return the error for a file that can't be read: it alone may be missing, or the whole folder."""
         if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             kind = StoreForbidden if isinstance(error, PermissionError) else Transient
-            return kind(f"{self._root / key} can't be read: {error}")
+            return kind(f"{self.folder / key} can't be read: {error}")
         here = f"on {socket.gethostname()}"
-        if not os.path.isdir(self._root):
-            return StoreMissing(f"the folder {self._root} does not exist {here}: every rank must be able to read it")
+        if not os.path.isdir(self.folder):
+            return StoreMissing(f"the folder {self.folder} does not exist {here}: every rank must be able to read it")
         with suppress(OSError):
-            if not os.listdir(self._root):  # an empty mount point
-                return StoreMissing(f"the folder {self._root} is empty {here}: is its file system mounted?")
+            if not os.listdir(self.folder):  # an empty mount point
+                return StoreMissing(f"the folder {self.folder} is empty {here}: is its file system mounted?")
         return NotFound(key)

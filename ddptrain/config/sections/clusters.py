@@ -227,7 +227,7 @@ class ClusterConfig(Strict):
         if self.backend in _REQUIRED and given[self.backend] is None:
             field, hint = _REQUIRED[self.backend]
             raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", hint)
-        if self.kwargs and self.backend in BACKENDS.built_in and not self.class_name:
+        if self.kwargs and self.backend in BACKENDS.built_in and self.backend != "class":
             raise _misplaced("kwargs", self.backend, "class")
         return self
 

@@ -228,7 +228,5 @@ def _is_alive(pid: int, born: float) -> bool:
 
     try:
         return abs(_process_start(pid) - born) < 2.0
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True
+    except psutil.Error as error:
+        return not isinstance(error, psutil.NoSuchProcess)
