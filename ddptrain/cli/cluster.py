@@ -42,9 +42,7 @@ def up(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Its name (cluster.name); by default the backend's.")] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="local, ssh, slurm, saturn, kubernetes, class (cluster.backend).")
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Where its workers come from (cluster.backend).")] = None,
     ranks: Annotated[int | None, typer.Option(help="Slots, one for each training process (cluster.ranks).")] = None,
     gpus: Annotated[
         str | None, typer.Option(metavar="auto|N", help="GPUs to use; 0 is the CPU (cluster.gpus).")

@@ -14,8 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.config_file import shipped_configs
-
 _MOST = 5000  # entries of a folder that are read
 _SHOWN = 200
 _YAML = (".yaml", ".yml")
@@ -66,6 +64,8 @@ def configurations(incomplete: str) -> list[str]:
     """Return the shipped examples and the YAML files of the working directory; nothing for a path: the shell has it."""
     if "/" in incomplete:
         return []
+    from ddptrain.config.config_file import shipped_configs
+
     return _beginning(
         [*shipped_configs(), *(each.name for each in _entries(".") if each.name.endswith(_YAML))], incomplete
     )

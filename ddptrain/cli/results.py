@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.cli.reports import compare, export, report
 from ddptrain.config.wording import counted
 from ddptrain.errors import ExitCode, RunNotFound, UsageError
+from ddptrain.file_ops import entries
 from ddptrain.text_tables import clean_line, duration, plain_sections, plain_table
 
 if TYPE_CHECKING:
@@ -78,11 +80,11 @@ def list_runs(
         ddptrain results list --where "status == failed"
         ddptrain results list --sweeps
     """
-    from ddptrain.results.sweep_record import list_sweeps
-    from ddptrain.sweep.output import listed_data, sweep_table
-
     place = opt.PLACES.runs
     if sweeps:
+        from ddptrain.results.sweep_record import list_sweeps
+        from ddptrain.sweep.output import listed_data, sweep_table
+
         if where or sort or columns or limit:
             raise UsageError("--sweeps lists all sweeps of the folder: leave the other options out")
         all_sweeps = list_sweeps(place)
@@ -93,12 +95,14 @@ def list_runs(
         else:
             say(f"no sweeps in {place}")
         return
-    from ddptrain.results.runs import NeededFiles, open_runs_dir
+    from ddptrain.results.lookup import is_sweep
+    from ddptrain.results.runs import LocalRuns, NeededFiles, open_runs_dir
     from ddptrain.results.selection import Selection, cells, header
     from ddptrain.results.show.render import run_table
 
     selection = Selection.parse(where, sort, columns)
-    views = open_runs_dir(place).list(NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING)
+    folder = open_runs_dir(place)
+    views = folder.list(NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING)
     found = selection.apply(views)
     runs = found[: limit or (None if json else _SHOWN)]
     for message in selection.unknown_fields(views):
@@ -109,8 +113,14 @@ def list_runs(
             [{**run.view.as_dict(), **({"fields": {str(f): run(f) for f in extra}} if extra else {})} for run in runs]
         )
         return
-    own_sweeps = [] if selection.fields or limit else list_sweeps(place)
-    if not runs and not own_sweeps:
+    sweep_rows: list[tuple[str, ...]] = []
+    is_local = isinstance(folder, LocalRuns)
+    if not (selection.fields or limit) and (not is_local or any(map(is_sweep, entries(Path(place))))):
+        from ddptrain.results.sweep_record import list_sweeps
+        from ddptrain.sweep.output import sweep_table
+
+        sweep_rows = sweep_table(found_sweeps) if (found_sweeps := list_sweeps(place)) else []
+    if not runs and not sweep_rows:
         say(f"no runs in {place}" if not views else f"no run matches, of {counted(len(views), 'run')} in {place}")
         return
     if (fields := selection.columns) is not None:
@@ -121,9 +131,9 @@ def list_runs(
         _print_table(table)
     if len(found) > len(runs):
         say(f"{len(found) - len(runs)} more runs; --limit {len(found)} shows all of them")
-    if own_sweeps:
+    if sweep_rows:
         write([""] if runs else [])
-        _print_table(sweep_table(own_sweeps))
+        _print_table(sweep_rows)
 
 
 def _print_table(table: Sequence[tuple[str, ...]]) -> None:

@@ -5,8 +5,8 @@ These processes may lack ddptrain or run another Python, so Dask itself is asked
 
 from __future__ import annotations
 
-import asyncio
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,30 +21,32 @@ _DEADLINE_S = 10.0
 _OLDEST_DASK = (2025, 7)
 _PACKAGES = ("ddptrain", "torch", "distributed", "dask-pytorch-ddp")
 _COLUMNS = ("python", *_PACKAGES)
-_OF_RANKS = frozenset({"torch", "dask-pytorch-ddp"})  # the scheduler runs no ranks and may lack them
 _SCHEDULER = "scheduler"
 
 
 def check_cluster(client: Client, workers: Sequence[str]) -> None:
-    """Raise ClusterError, with a table of versions, if a process does not fit or answer; workers may leave."""
+    """Raise ClusterError, with a table of versions, if the scheduler or one of these workers does not fit or answer."""
     try:
-        found = client.sync(_ask, client, workers)
+        answers: Any = client.sync(client.get_versions, packages=[*_PACKAGES], callback_timeout=_DEADLINE_S)
     except TimeoutError as error:
-        raise ClusterError(f"the processes of the cluster do not answer within {_DEADLINE_S:g} s") from error
-    driver = found.pop("driver")
+        raise ClusterError(
+            f"the processes of the cluster do not all answer within {_DEADLINE_S:g} s: see their logs, and restart "
+            "those that hang"
+        ) from error
+    driver = _versions(answers["client"])
+    found = {_SCHEDULER: _versions(answers["scheduler"])}
+    found |= {worker: _versions(answers["workers"][worker]) for worker in workers if worker in answers["workers"]}
     # The version of torch that all workers should have: the driver's if one has it, else the first.
-    torches = [answer["torch"] for who, answer in found.items() if who != _SCHEDULER and answer and answer["torch"]]
+    torches = [answer["torch"] for who, answer in found.items() if who != _SCHEDULER and answer["torch"]]
     torch = driver["torch"] if driver["torch"] in torches or not torches else torches[0]
     wrong = {who: _misfits(who, answer, {**driver, "torch": torch}) for who, answer in found.items()}
     if not any(wrong.values()):
         return
-    rows = {("driver", *(driver[column] or "-" for column in _COLUMNS)): 1}
+    rows = Counter([("driver", *(driver[column] or "-" for column in _COLUMNS))])
     for who, answer in found.items():
         place = who if who == _SCHEDULER else re.sub(r":\d+$", "", who.partition("://")[2])
-        cells = ((answer or {}).get(column) or "missing" for column in _COLUMNS) if answer else ["no answer"] * 5
-        marked = (f"{cell} !" if column in wrong[who] else cell for column, cell in zip(_COLUMNS, cells, strict=True))
-        row = (shorten(place), *marked)
-        rows[row] = rows.get(row, 0) + 1
+        cells = ((answer[column] or "missing") + (" !" if column in wrong[who] else "") for column in _COLUMNS)
+        rows[(shorten(place), *cells)] += 1
     lines = [
         (f"{row[0]} ({counted(count, 'worker')})" if count > 1 else row[0], *row[1:]) for row, count in rows.items()
     ]
@@ -55,52 +57,20 @@ def check_cluster(client: Client, workers: Sequence[str]) -> None:
     )
 
 
-async def _ask(client: Client, workers: Sequence[str]) -> dict[str, Any]:
-    """Return the versions of each process, None for one without an answer. Each is asked for itself: one may hang."""
-
-    async def versions(call: Any) -> dict[str, str | None] | None:
-        try:
-            answer: Mapping[str, Any] = await asyncio.wait_for(call, _DEADLINE_S)
-        except (TimeoutError, OSError):
-            return None
-        found = next(iter(answer.values())) if "packages" not in answer else answer
-        if not isinstance(found, Mapping) or "packages" not in found:
-            return None
-        python = ".".join(found["host"]["python"].split(".")[:3])
-        return {"python": python, **{name: found["packages"].get(name) for name in _PACKAGES}}
-
-    from distributed.versions import get_versions
-
-    scheduler: Any = client.scheduler
-    calls = {_SCHEDULER: versions(scheduler.versions(packages=_PACKAGES))}
-    for worker in workers:
-        message = {"op": "versions", "packages": _PACKAGES}
-        calls[worker] = versions(scheduler.broadcast(msg=message, workers=[worker], on_error="return"))
-    answers = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
-    if None in answers.values():
-        present = await client.nthreads()  # who has left meanwhile is not missed
-        answers = {who: found for who, found in answers.items() if found or who == _SCHEDULER or who in present}
-
-    async def here() -> Mapping[str, Any]:
-        return get_versions(packages=_PACKAGES)
-
-    return {**answers, "driver": await versions(here())}
+def _versions(answer: Mapping[str, Any]) -> dict[str, str | None]:
+    python = ".".join(answer["host"]["python"].split(".")[:3])
+    return {"python": python, **{name: answer["packages"].get(name) for name in _PACKAGES}}
 
 
-def _misfits(who: str, answer: Mapping[str, str | None] | None, driver: Mapping[str, str | None]) -> set[str]:
-    """Return the columns that do not fit."""
-    if answer is None:
-        return set(_COLUMNS)
+def _misfits(who: str, answer: Mapping[str, str | None], driver: Mapping[str, str | None]) -> set[str]:
+    """Return the columns that do not fit; the scheduler runs no ranks, and may lack torch and dask-pytorch-ddp."""
     fits = {
         "python": _numbers(answer["python"]) == _numbers(driver["python"]),
         "ddptrain": answer["ddptrain"] == driver["ddptrain"],
         "distributed": _numbers(answer["distributed"]) >= _OLDEST_DASK,
+        "torch": who == _SCHEDULER or answer["torch"] == driver["torch"],
+        "dask-pytorch-ddp": who == _SCHEDULER or answer["dask-pytorch-ddp"] is not None,
     }
-    if who != _SCHEDULER:
-        fits |= {
-            "torch": answer["torch"] == driver["torch"],
-            "dask-pytorch-ddp": answer["dask-pytorch-ddp"] is not None,
-        }
     return {column for column, is_fine in fits.items() if not is_fine}
 
 
@@ -116,10 +86,10 @@ def _advice(wrong: set[str], driver: Mapping[str, str | None], torch: str | None
         "distributed": f"'distributed>={'.'.join(map(str, _OLDEST_DASK))}'",
         "dask-pytorch-ddp": "dask-pytorch-ddp",
     }
-    steps = ["see the logs of those that did not answer, and restart them"] if wrong == set(_COLUMNS) else []
-    if "python" in wrong and not steps:
+    steps = []
+    if "python" in wrong:
         version = ".".join(map(str, _numbers(driver["python"])))
         steps.append(f"use Python {version} there, or their version for the driver")
-    if (install := [requirement for column, requirement in wanted.items() if column in wrong]) and len(install) < 4:
+    if install := [requirement for column, requirement in wanted.items() if column in wrong]:
         steps.append(f"install what is marked there (pip install {' '.join(install)}) and restart those processes")
     return f"To do: {'; '.join(steps)}"

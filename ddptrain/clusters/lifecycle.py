@@ -19,7 +19,7 @@ from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.signals import deferred
 from ddptrain.clusters.status import State, View
-from ddptrain.config import plugin_names
+from ddptrain.config.sections.clusters import provider_class
 from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 from ddptrain.log import Log
@@ -258,7 +258,7 @@ def ended_process(name: str) -> str | None:
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     records.find(name)
-    with records.locked(name):
+    with records.locked(name), deferred(breakable=True) as check_signals:
         cluster = records.find(name)
         cluster.check_here(_forget(cluster))
         view = None if now else status.probe(cluster, _SURE_S)
@@ -270,6 +270,7 @@ def down(name: str, tell: Tell, *, now: bool = False) -> None:
                 f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "
                 f"ddptrain cluster down {name} --now"
             )
+        check_signals()
         _end(cluster, _backend(cluster.backend), tell)
 
 
@@ -302,4 +303,4 @@ def _forget(cluster: ClusterRecord) -> str:
 
 
 def _backend(name: str) -> Backend:
-    return cast(Backend, plugin_names.provider_class(name)())
+    return cast(Backend, provider_class(name)())

@@ -12,7 +12,7 @@ from ddptrain.clusters import record as records
 from ddptrain.clusters.processes import Relation
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import own_security
-from ddptrain.config import plugin_names
+from ddptrain.config.sections.clusters import provider_class
 from ddptrain.config.types import is_scheduler_file
 from ddptrain.errors import ClusterError
 
@@ -58,7 +58,7 @@ def of_cluster(cluster: ClusterRecord) -> Target:
         raise ClusterError(f"the cluster {name} was started by ddptrain {version}, this is {__version__}: {again}")
     folder = cluster.tls_dir
     tls = own_security(folder) if folder else None
-    foreign = not plugin_names.provider_class(cluster.backend).own_workers
+    foreign = not provider_class(cluster.backend).own_workers
     return Target(cluster.address, tls, name, foreign, fixed=cluster.backend == "local")
 
 

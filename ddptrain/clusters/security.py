@@ -62,30 +62,15 @@ def write_private_json(path: Path, data: object, indent: int | None = None) -> N
 
 def own_security(folder: Path) -> Security:
     """Return the Security for a cluster with certificate and key in `folder`. Raises ClusterError."""
-    certificate, key = folder / CERT_FILE, folder / KEY_FILE
-    return security(certificate, certificate, key)
-
-
-def security(ca_file: Path, cert_file: Path, key_file: Path) -> Security:
-    """Return a Security that requires TLS with these PEM files. Raises ClusterError if one can't be read."""
     from distributed import Security
 
-    for path in (ca_file, cert_file, key_file):
-        try:
-            with path.open("rb"):
-                pass
-        except OSError as error:
-            raise ClusterError(f"the TLS file {path} can't be read: {error.strerror}") from error
-    return Security(
-        require_encryption=True,
-        tls_ca_file=str(ca_file),
-        tls_client_cert=str(cert_file),
-        tls_client_key=str(key_file),
-        tls_worker_cert=str(cert_file),
-        tls_worker_key=str(key_file),
-        tls_scheduler_cert=str(cert_file),
-        tls_scheduler_key=str(key_file),
-    )
+    certificate, key = str(folder / CERT_FILE), str(folder / KEY_FILE)
+    for path in (certificate, key):
+        if not os.access(path, os.R_OK):
+            raise ClusterError(f"the TLS file {path} can't be read")
+    roles = ("client", "worker", "scheduler")
+    files = {f"tls_{role}_{kind}": path for role in roles for kind, path in (("cert", certificate), ("key", key))}
+    return Security(require_encryption=True, tls_ca_file=certificate, **files)
 
 
 def keep(given: Security, folder: Path) -> None:

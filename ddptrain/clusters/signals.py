@@ -10,31 +10,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ddptrain.errors import DdptrainError, Interrupted
+from ddptrain.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENOUGH = 3  # the user has asked that often: stop waiting for anything
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """During the block, a signal raises Interrupted; ignored signals stay ignored.
-
-    An exception that a library raises because of it becomes Interrupted as well: the signal may arrive anywhere, for
-    example while a thread is being started.
-    """
-    with _handled_by(_interrupt):
-        try:
-            yield
-        except DdptrainError:
-            raise
-        except Exception as error:
-            below: BaseException | None = error
-            while below is not None and not isinstance(below, Interrupted):
-                below = below.__cause__ or below.__context__
-            if below is None:
-                raise
-            raise below from error
+def interruptible() -> contextlib.AbstractContextManager[object]:
+    """During the block, a signal raises Interrupted; ignored signals stay ignored."""
+    return _handled_by(_interrupt)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ConfigError, Problem, UsageError
@@ -100,19 +100,6 @@ BUILT_IN = {
 }
 
 WORKLOADS = Registry({name: each.target for name, each in BUILT_IN.items()}, "ddptrain.workloads")
-# The class that starts a backend's clusters; "" if the cluster already runs.
-BACKENDS = Registry(
-    {
-        "local": "ddptrain.clusters.backends.local:LocalBackend",
-        "address": "",
-        "ssh": "ddptrain.clusters.backends.ssh:SshBackend",
-        "slurm": "ddptrain.clusters.backends.slurm:SlurmBackend",
-        "kubernetes": "ddptrain.clusters.backends.kubernetes:KubernetesBackend",
-        "class": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
-        "saturn": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
-    },
-    "ddptrain.clusters",
-)
 # The class of a tracker, which only ranks import.
 TRACKERS = Registry(
     {
@@ -163,18 +150,6 @@ def params_model(name: str) -> type[BaseModel] | None:
 def check_params(model: type[BaseModel], params: Mapping[str, object]) -> BaseModel:
     """Return the params as their model; in strict mode a list may become a tuple. Raises pydantic's ValidationError."""
     return model.model_validate_json(json.dumps(params), strict=True)
-
-
-def provider_class(name: str) -> type[Any]:
-    """Import a backend's class (see clusters/provider.py). Raises UsageError if it has none, or it can't be used."""
-    target = BACKENDS.target(name)
-    if not target:
-        raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
-    module, _, attribute = target.partition(":")
-    try:
-        return cast("type[Any]", getattr(import_module(module), attribute))
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"cluster.backend {name} ({target}) can't be used: {error}") from error
 
 
 def tracker_target(name: str) -> str:

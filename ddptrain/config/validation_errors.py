@@ -77,7 +77,7 @@ _REMOVED = {
     "checkpoint.max_failures": "leave it out; a checkpoint that can't be written ends the run",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
-    "cluster.saturn": "write cluster.kwargs, with SaturnCluster's own arguments, as {n_workers: 2, worker_size: large}",
+    "cluster.saturn": "write cluster.class: dask_saturn.SaturnCluster, and its arguments in cluster.kwargs",
     "cluster.ssh.command": "leave it out; the program is ssh, and ~/.ssh/config has its settings",
     **{
         f"cluster.slurm.{name}": f"write cluster.slurm.directives: [--{option}]"

@@ -19,6 +19,7 @@ from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import temp_folder
 from ddptrain.protocol.code_digest import inode_digest, move_path
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
@@ -34,8 +35,8 @@ from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker import driver_calls
-from ddptrain.worker.spool import READ_LIMIT_BYTES
 
+_ARCHIVE, _HASH = "code.tar.gz", "hash"  # the files of a copy of the code
 _MOST_CODE_MB = 200.0  # that are sent to workers which do not see the project
 RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
 
@@ -125,14 +126,14 @@ class RankSpecs:
         if project is None:
             return specs
         package = self.package = self.package or pack(project.folder, [self.writer.layout.root.parent])
-        shipped = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.tell)
-        if not any(shipped.roots):
+        roots = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.tell)
+        if not any(roots):
             return specs
-        size = len(package.names), package.size_bytes
-        self.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
+        code = package.archive[1]
+        self.writer.update(code=CodeRecord(code, str(package.folder), len(package.names), package.size_bytes))
         return [
-            dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
-            for spec, root in zip(specs, shipped.roots, strict=True)
+            dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, code)) if root else spec
+            for spec, root in zip(specs, roots, strict=True)
         ]
 
 
@@ -225,77 +226,44 @@ def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
     )
 
 
-# --- the code of the project on workers that do not see its folder: once for each host, and only if it is missing ---
-
-
-@dataclass(frozen=True, slots=True)
-class UploadedCode:
-    """`code` is the hash of the uploaded code, "" if none was needed.
-
-    `roots` has, for each place, the folder of the code on its worker; "" if the worker sees the project folder.
-    """
-
-    code: str
-    roots: list[str]
+# --- the code of the project on workers that do not see its folder: one copy for each host ---
 
 
 def upload_code(
-    worker_group: Workers,
+    workers: Workers,
     places: Sequence[RankPlace],
     package: CodePackage,
     needed: Path,
     max_mb: float,
     tell: Callable[[str], None],
-) -> UploadedCode:
-    """Make the project's code available to the worker of each place: in its own folder, or in a cache of the host.
+) -> list[str]:
+    """Return, for each place, the folder of the project's copy on its host; "" if its worker sees the project itself.
 
     Raises ClusterError if the upload fails; UsageError if the code exceeds `max_mb`, or lacks the file `needed`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
-    arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))
-    # An empty sample cannot identify the folder.
-    seen = _run_on(worker_group, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
-    without = [worker for worker in host_of if not seen.get(worker)]
     folders = dict.fromkeys(host_of, "")
-    code = ""
-    if without:
-        package.check(needed, max_mb)
-        archive, code = package.archive
-        folders |= _run_on(worker_group, without, driver_calls.use_code, code)
-        for worker in [worker for worker in without if not folders[worker]]:
-            # It may be in the cache by now: another worker of this host may just have got it.
-            folders |= _run_on(worker_group, [worker], driver_calls.use_code, code)
-            if not folders[worker]:
-                tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
-                folders[worker] = _send(worker_group, worker, package.names, code, archive)
-    return UploadedCode(code, [folders[place.slot.worker] for place in places])
-
-
-def _send(worker_group: Workers, worker: str, names: list[str], code: str, archive: bytes) -> str:
-    """Send the archive in chunks, and return the folder in which the worker has unpacked it."""
-    name = f"code-{code}.tar.gz"
-    for offset in range(0, len(archive), READ_LIMIT_BYTES):
-        chunk = archive[offset : offset + READ_LIMIT_BYTES]
-        _run_on(worker_group, [worker], driver_calls.write_spool, worker_group.run_id, name, offset, chunk)
-    return str(
-        _run_on(worker_group, [worker], driver_calls.unpack_code, worker_group.run_id, code, name, names)[worker]
-    )
-
-
-def _run_on(
-    worker_group: Workers, workers: list[str], function: Callable[..., Any], *arguments: object
-) -> dict[str, Any]:
-    """Run a function on these workers; return the results by worker. Raises ClusterError, which names the worker."""
     try:
-        answers = dict(worker_group.client.run(function, *arguments, workers=workers, on_error="return"))
-    except ClusterError:
-        raise
-    except Exception as error:  # Dask raises any type if the scheduler has ended
-        answers = {", ".join(workers): error}
-    for worker, answer in answers.items():
-        if isinstance(answer, Exception):
-            raise ClusterError(f"could not upload the code to {worker}: {answer}") from answer
-    return answers
+        seen = {}
+        if package.sample:  # an empty one cannot identify the folder
+            digest = inode_digest(package.folder, package.sample)
+            seen = workers.ask([*host_of], driver_calls.sees_code, str(package.folder), package.sample, digest)
+        if lacking := {worker: host for worker, host in host_of.items() if not seen.get(worker)}:
+            package.check(needed, max_mb)
+            archive, code = package.archive
+            hosts = ", ".join(dict.fromkeys(lacking.values()))
+            tell(f"uploading {len(package.names)} files of {package.folder} to host {hosts}")
+            with temp_folder("ddptrain-code-") as folder:
+                (folder / "code").mkdir()
+                (folder / "code" / _ARCHIVE).write_bytes(archive)
+                (folder / "code" / _HASH).write_text(code)
+                copies = workers.copy(lacking, folder / "code", (_ARCHIVE, _HASH), _HASH)
+            for copy in set(copies.values()):
+                having = [worker for worker in copies if copies[worker] == copy]
+                folders |= workers.ask(having, driver_calls.unpack_code, f"{copy}/{_ARCHIVE}", code)
+    except (ClusterError, OSError) as error:
+        raise ClusterError(f"could not upload the code: {error}") from error
+    return [folders[place.slot.worker] for place in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -376,32 +376,65 @@ class Workers:
         with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks
             self.client.cancel(futures, force=True)
 
+    def ask(self, workers: Sequence[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
+        """Call a function on these workers; return the answers by worker. Raises ClusterError, which names a worker."""
+        try:
+            answers = dict(self.client.run(function, *arguments, workers=list(workers), on_error="return"))
+        except ClusterError:
+            raise
+        except Exception as error:  # Dask raises any type if the scheduler has ended
+            answers = {", ".join(workers): error}
+        for worker, answer in answers.items():
+            if isinstance(answer, Exception):
+                raise ClusterError(f"{worker}: {answer}") from answer
+        return answers
+
     def place(
-        self, places: Iterable[RankPlace], folder: Path, files: Sequence[str], manifest: str, what: str
+        self, places: Sequence[RankPlace], folder: Path, files: Sequence[str], manifest: str, what: str
     ) -> list[str]:
         """The path of a folder for each place's worker: the driver's own path, or that of a copy on the worker's host.
 
         A worker sees a folder if the file `manifest`, one of `files`, has the same text there. `what` names the
         folder's content in errors. Raises ClusterError.
         """
-        places = list(places)
         host_of = {place.slot.worker: place.slot.host for place in places}
-        found: dict[str, str] = {}
         try:
             text = (folder / manifest).read_text(encoding="utf-8")
-            seen = self.client.run(driver_calls.holds_file, str(folder / manifest), text, workers=list(host_of))
-            found |= {worker: str(folder) for worker, is_seen in seen.items() if is_seen}
-            while without := [worker for worker in host_of if worker not in found]:
-                first = {host_of[worker]: worker for worker in reversed(without)}  # one for each host
-                found |= (copies := copy_folder(self.client, self.run_id, list(first.values()), folder, files))
-                for worker, copy in copies.items():
-                    others = [each for each in without if host_of[each] == host_of[worker] and each != worker]
-                    path = str(Path(copy) / manifest)
-                    seen = self.client.run(driver_calls.holds_file, path, text, workers=others) if others else {}
-                    found |= {other: copy for other, is_seen in seen.items() if is_seen}
-        except Exception as error:  # a worker's own exception arrives as it was raised there
+            seen = self.ask(list(host_of), driver_calls.holds_file, str(folder / manifest), text)
+            lacking = {worker: host for worker, host in host_of.items() if not seen[worker]}
+            found = {**dict.fromkeys(host_of, str(folder)), **self.copy(lacking, folder, files, manifest)}
+        except (ClusterError, OSError, UnicodeDecodeError) as error:
             raise ClusterError(f"could not copy {what} {folder} to the workers: {error}") from error
         return [found[place.slot.worker] for place in places]
+
+    def copy(self, host_of: Mapping[str, str], folder: Path, files: Sequence[str], manifest: str) -> dict[str, str]:
+        """Copy these files of a folder once to each host; return the path of the copy for each worker.
+
+        Folders with different manifests get different copies. Raises ClusterError, which names the worker, and OSError.
+        """
+        found: dict[str, str] = {}
+        text = (folder / manifest).read_text(encoding="utf-8") if host_of else ""
+        copy = f"brought-{sha256(text.encode()).hexdigest()[:8]}-{folder.name}"
+        while without := [worker for worker in host_of if worker not in found]:
+            first = {host_of[worker]: worker for worker in reversed(without)}  # one for each host
+            for name in files:
+                paths = self._write(list(first.values()), f"{copy}/{name}", folder / name)
+            found |= {worker: str(Path(path).parent) for worker, path in paths.items()}
+            for host, worker in first.items():
+                others = [each for each in without if host_of[each] == host and each != worker]
+                path = str(Path(found[worker]) / manifest)
+                seen = self.ask(others, driver_calls.holds_file, path, text) if others else {}
+                found |= {other: found[worker] for other, is_seen in seen.items() if is_seen}
+        return found
+
+    def _write(self, workers: Sequence[str], path: str, file: Path) -> dict[str, str]:
+        """Write a file into the run's scratch folder on each worker; return the paths there."""
+        with file.open("rb") as source:
+            paths = self.ask(workers, driver_calls.write_spool, self.run_id, path, 0, source.read(READ_LIMIT_BYTES))
+            while data := source.read(READ_LIMIT_BYTES):
+                offset = source.tell() - len(data)
+                self.ask(workers, driver_calls.write_spool, self.run_id, path, offset, data)
+        return paths
 
 
 def _of_network(error: OSError) -> bool:
@@ -414,38 +447,6 @@ def _same_token(path: Path, token: str) -> bool:
         return path.read_text() == token
     except (OSError, UnicodeDecodeError):
         return False
-
-
-# --- copies of folders ---
-
-
-def copy_folder(
-    client: Client, run_id: str, workers: Sequence[str], folder: Path, files: Sequence[str]
-) -> dict[str, str]:
-    """Copy these files of a folder to the run's scratch folder on each worker; return the path of each copy.
-
-    Folders with the same name in different places get different copies.
-
-    Raises ClusterError, which names the worker, and OSError.
-    """
-    copies: dict[str, str] = {}
-    copy = f"brought-{sha256(str(folder).encode()).hexdigest()[:8]}-{folder.name}"
-    for name in files:
-        with (folder / name).open("rb") as file:
-            offset = 0
-            while (data := file.read(READ_LIMIT_BYTES)) or not offset:
-                path = f"{copy}/{name}"
-                answers = client.run(
-                    driver_calls.write_spool, run_id, path, offset, data, workers=list(workers), on_error="return"
-                )
-                for worker, answer in answers.items():
-                    if isinstance(answer, BaseException):
-                        raise ClusterError(f"{worker}: {answer}") from answer
-                    copies[worker] = str(Path(answer).parent)
-                offset += len(data)
-                if not data:
-                    break
-    return copies
 
 
 # --- messages of the scheduler about its workers ---

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ddptrain.results.lookup import RunView
 from ddptrain.results.secure_files import is_own_folder, read_bytes
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml: ten times as fast, missing on some platforms
 
 
 def params_of(view: RunView) -> Mapping[str, Any]:
@@ -32,8 +28,11 @@ def config_of(view: RunView) -> Mapping[str, Any]:
 
 def parsed_config(text: str | bytes) -> Mapping[str, Any]:
     """Parse a config.yaml; the result is empty if it is damaged."""
+    import yaml  # 10 ms, which records of this version do not need
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml: ten times as fast, missing on some platforms
     try:
-        config = yaml.load(text, Loader=_Loader)  # noqa: S506  # it is a safe loader
+        config = yaml.load(text, Loader=loader)  # noqa: S506  # it is a safe loader
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

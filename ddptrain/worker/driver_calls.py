@@ -9,28 +9,23 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
-import shutil
 import socket
-import stat
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from distributed import Worker
 
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import make_private, publish, why_not_private
+from ddptrain.file_ops import publish
 from ddptrain.host_identity import file_view
 from ddptrain.protocol import commands
-from ddptrain.protocol.code_digest import content_hash, inode_digest
+from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import key_prefix
 from ddptrain.worker import spool, stack_reports
@@ -162,18 +157,25 @@ async def sees_code(folder: str, names: list[str], expected: str) -> bool:
     return await asyncio.to_thread(inode_digest, Path(folder), names) == expected
 
 
-async def use_code(code: str) -> str:
-    """Return the cached folder of the code with this hash; "" if it is not in the cache."""
-    return await asyncio.to_thread(CodeCache().use, code)
+async def unpack_code(archive: str, code: str) -> str:
+    """Unpack an archive beside itself, unless another worker or attempt has; return the folder, which is named `code`.
+
+    Raises ClusterError.
+    """
+    return await asyncio.to_thread(_unpack, Path(archive), code)
 
 
-async def unpack_code(run_id: str, code: str, archive: str, names: list[str], dask_worker: Worker) -> str:
-    """Unpack an archive from the run's scratch folder into the code cache. Return its folder. Raises ClusterError."""
-    path = rank_host(dask_worker, run_id).scratch / run_id / archive
-    try:
-        return await asyncio.to_thread(CodeCache().unpack, code, path, names)
-    finally:
-        path.unlink(missing_ok=True)
+def _unpack(archive: Path, code: str) -> str:
+    folder = archive.with_name(code)
+    if not folder.is_dir():
+        try:
+            with tempfile.TemporaryDirectory(dir=archive.parent) as incoming, tarfile.open(archive, "r:gz") as file:
+                file.extractall(Path(incoming, code), filter="data")
+                publish(Path(incoming, code), folder)
+        except (OSError, tarfile.TarError) as error:
+            if not folder.is_dir():  # else another worker was faster
+                raise ClusterError(f"cannot unpack the uploaded code into {folder}: {error}") from error
+    return str(folder)
 
 
 async def read_clock() -> float:
@@ -202,73 +204,3 @@ def _output_of(command: list[str], environ: dict[str, str], timeout_s: float) ->
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise ClusterError(f"the facts of the host could not be read: {last[0]}")
     return done.stdout
-
-
-# --- the code cache of a host: one read-only folder for each version of a project that a driver has uploaded ---
-
-
-UNUSED_S = 30 * 24 * 3600.0  # code that no attempt has used for so long is deleted
-_INCOMING = ".incoming-"
-
-
-class CodeCache:
-    """Folders named by the hash of their content, which only this user can write to."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or platformdirs.user_cache_path("ddptrain") / "code"
-
-    def use(self, code: str) -> str:
-        """Return the folder with the content hash `code`; "" if it is missing.
-
-        Raises ClusterError if another user can write to the cache: their code would run.
-        """
-        folder = self.folder / code
-        with contextlib.suppress(FileNotFoundError):
-            if problem := why_not_private(self.folder, self.folder.lstat()):
-                raise ClusterError(problem)
-            os.utime(folder)
-            return str(folder)
-        return ""
-
-    def unpack(self, code: str, archive: Path, names: Iterable[str]) -> str:
-        """Unpack an archive and return the folder. Raises ClusterError, also if the hash is not `code`."""
-        incoming = self.folder / f"{_INCOMING}{secrets.token_hex(8)}"
-        try:
-            make_private(self.folder)
-            incoming.mkdir(mode=0o700)
-            with tarfile.open(archive, mode="r:gz") as file:
-                file.extractall(incoming, filter="data")
-            if content_hash(incoming, names) != code:
-                raise ClusterError(f"the code was changed while it was packed, or is damaged: its hash is not {code}")
-            _make_read_only(incoming)
-            with contextlib.suppress(OSError):
-                publish(incoming, self.folder / code)  # fails if another worker was faster; its folder is equal
-            self._delete_unused()
-        except (OSError, tarfile.TarError) as error:
-            raise ClusterError(f"cannot unpack the uploaded code into {self.folder}: {error}") from error
-        finally:
-            _remove(incoming)
-        return self.use(code)
-
-    def _delete_unused(self) -> None:
-        """Delete folders that were not used for a long time, also those of a worker that was killed."""
-        with tempfile.TemporaryFile(dir=self.folder) as new:
-            now = os.fstat(new.fileno()).st_mtime
-        for folder in self.folder.iterdir():
-            if now - folder.stat().st_mtime > UNUSED_S:
-                _remove(folder)
-
-
-def _make_read_only(folder: Path) -> None:
-    """Ranks must not change the code of other runs."""
-    for path in [folder, *folder.rglob("*")]:
-        if not path.is_symlink():
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        for path in [folder, *folder.rglob("*")]:
-            if path.is_dir() and not path.is_symlink():
-                path.chmod(0o700)
-        shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import time
 from pathlib import Path
@@ -67,27 +68,34 @@ def processes_in(folder: Path) -> list[str]:
     return [line for line in found.splitlines() if f"{folder}/" in line or line.endswith(str(folder))]
 
 
-@pytest.mark.parametrize(
-    "after_s", [pytest.param(0.0, marks=pytest.mark.long), pytest.param(0.05, marks=pytest.mark.long), 0.3, 1.0]
-)
-def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find(
-    project: Project, after_s: float
-) -> None:
+def check_kills(project: Project, moments: list[float]) -> None:
+    """Kill `up` so many seconds after its folder is there: `down` leaves no process and no file."""
     folder = record_of(project, "dev").parent
-    running = project.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")
-    deadline = time.monotonic() + 60
-    while not folder.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    time.sleep(after_s)
-    running.kill_group()
-    project("cluster", "down", "dev", rc=0)
-    assert not processes_in(folder) and not folder.exists()
+    for after_s in moments:
+        running = project.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")
+        deadline = time.monotonic() + 60
+        while not folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(after_s)
+        running.kill_group()
+        project("cluster", "down", "dev", rc=0)
+        assert not processes_in(folder) and not folder.exists(), f"killed after {after_s} s"
+
+
+def test_up_that_is_killed_leaves_nothing_that_down_does_not_find(project: Project) -> None:
+    check_kills(project, [0.3])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find(project: Project) -> None:
+    check_kills(project, [0.0, *(random.Random(32).uniform(0.0, upper) for upper in (*[0.05] * 8, *[3.0] * 16))])
 
 
 def test_removed_settings_and_commands_name_what_replaces_them(project: Project) -> None:
     for line, words in (
-        ("saturn: {workers: 2}", "cluster.kwargs"),
+        ("saturn: {workers: 2}", "cluster.class: dask_saturn.SaturnCluster"),
         ("slurm: {mem: 64G}", "cluster.slurm.directives"),
         ("kubernetes: {image: x, tolerations: []}", "cluster.kubernetes.pod"),
     ):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.contract.conftest import Project
-from tests.servers.saturn_server import TOKEN, SaturnServer
 
 CLASSES = """
 import os, time
@@ -69,12 +67,6 @@ class Cluster:
             Client(self.scheduler_address).shutdown()
             self.file.unlink(missing_ok=True)
 """
-
-
-@pytest.fixture
-def saturn(tmp_path: Path) -> Iterator[SaturnServer]:
-    with SaturnServer(tmp_path / "saturn") as server:
-        yield server
 
 
 def configured(project: Project, code: str = "pass", **cluster: Any) -> str:
@@ -170,49 +162,3 @@ def test_class_of_a_cloud_lives_from_up_to_down(project: Project) -> None:
         assert time.monotonic() < deadline, processes_of(project)
         time.sleep(0.05)
     assert listed(project) == [] and not list(project.folder.glob("ddptrain-lab.json"))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_cluster_of_saturn_lives_from_up_to_down_and_its_token_is_never_stored(
-    project: Project, saturn: SaturnServer
-) -> None:
-    config = configured(
-        project,
-        "print('rank', ctx.rank)",
-        backend="saturn",
-        name="dev",
-        kwargs={"n_workers": 1, "worker_size": "large"},
-    )
-    up = project("cluster", "up", config, "--json", env=saturn.env, rc=0)
-    view = json.loads(up.stdout)
-    assert (view["state"], view["slots"], view["tls"]) == ("up", 1, True)
-    assert saturn.config == {"n_workers": 1, "worker_size": "large"}
-    assert "rank 0" in project("train", config, rc=0).stdout, "the record is enough: no token, no URL"
-    files = (path for path in project.folder.rglob("*") if path.is_file())
-    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
-    assert "SATURN_" in project("cluster", "down", "dev", rc=4).stderr, "without the variables"
-    project("cluster", "down", "dev", rc=0)  # the second only deletes the record
-    assert (saturn.status, listed(project)) == ("ready", [])
-    project("cluster", "up", config, env=saturn.env, rc=0)
-    project("cluster", "down", "dev", env=saturn.env, rc=0)
-    assert (saturn.status, listed(project)) == ("closed", [])
-
-
-@pytest.mark.long
-def test_up_of_saturn_that_is_interrupted_is_closed_there(project: Project, saturn: SaturnServer) -> None:
-    running = project.start("cluster", "up", "--backend", "saturn", "--name", "dev", env=saturn.env)
-    deadline = time.monotonic() + 60
-    while not saturn.calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    running.popen.send_signal(signal.SIGINT)
-    if running.finish(120).rc != 130:  # it takes long here, and the message says that `down` goes on
-        project("cluster", "down", "dev", env=saturn.env, rc=0)
-    assert (saturn.status, listed(project)) == ("closed", [])
-
-
-@pytest.mark.long
-def test_saturn_that_refuses_is_named(project: Project, saturn: SaturnServer) -> None:
-    done = project("cluster", "up", "--backend", "saturn", env={**saturn.env, "SATURN_TOKEN": "wrong"}, rc=4)
-    assert "Invalid token" in done.stderr

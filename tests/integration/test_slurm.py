@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,15 +86,20 @@ def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:
     assert json.loads(cluster(run_cli, site, "status", "--json").stdout) == []
 
 
-def test_up_that_is_killed_while_it_submits_leaves_no_job_that_down_does_not_find(run_cli: Cli, site: Slurm) -> None:
-    running = run_cli.start("cluster", "up", "--name", "dev", "--backend", "slurm", env=site.env)
-    deadline = time.monotonic() + PATIENCE_S
-    while not site.jobs():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    running.kill_group()
-    cluster(run_cli, site, "down", "dev")
-    assert site.jobs() == ""
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_up_that_is_killed_at_any_moment_leaves_no_job_that_down_does_not_find(run_cli: Cli, site: Slurm) -> None:
+    moment = random.Random(32)
+    for after_s in (0.0, *(moment.uniform(0.0, 5.0) for _ in range(5))):
+        running = run_cli.start("cluster", "up", "--name", "dev", "--backend", "slurm", env=site.env)
+        deadline = time.monotonic() + PATIENCE_S
+        while not site.jobs():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(after_s)
+        running.kill_group()
+        cluster(run_cli, site, "down", "dev")
+        assert site.jobs() == "", f"killed after {after_s} s"
 
 
 def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, site: Slurm) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -151,15 +152,24 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
 
 
 @pytest.mark.long
-def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHosts) -> None:
-    up = run_cli.start("cluster", "up", "--name", "dev", *hosts.settings, "--ranks", "2")
-    deadline = time.monotonic() + PATIENCE_S
-    while not remote_folders(hosts):
-        assert time.monotonic() < deadline and up.popen.poll() is None, up.stderr
-        time.sleep(0.002)
-    up.kill_group()  # while the host starts the scheduler, and nobody has been told its process
-    cluster(run_cli, "down", "dev")
-    assert remote_folders(hosts) == []
+@pytest.mark.timeout(600)
+def test_start_that_is_killed_at_any_moment_is_cleared_away_by_down(run_cli: Cli, hosts: SshHosts) -> None:
+    moment = random.Random(32)
+    for after_s in (0.0, *(moment.uniform(0.0, 4.0) for _ in range(7))):
+        up = run_cli.start("cluster", "up", "--name", "dev", *hosts.settings, "--ranks", "2")
+        deadline = time.monotonic() + PATIENCE_S
+        while not remote_folders(hosts):
+            assert time.monotonic() < deadline and up.popen.poll() is None, up.stderr
+            time.sleep(0.002)
+        time.sleep(after_s)
+        up.kill_group()  # first, while the host starts the scheduler, and nobody knows its process
+        folders = {str(folder) for folder in remote_folders(hosts)}
+        there = [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] in folders]
+        cluster(run_cli, "down", "dev")
+        assert remote_folders(hosts) == [], f"killed after {after_s} s"
+        while left := [each for each in there if each.is_running()]:  # until its parent on the host ends
+            assert time.monotonic() < deadline, f"killed after {after_s} s: {left}"
+            time.sleep(0.05)
 
 
 @pytest.mark.long

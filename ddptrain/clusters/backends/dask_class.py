@@ -1,4 +1,4 @@
-"""Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, SaturnCluster, ...
+"""Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, ...
 
 A child process creates and closes the object: what the class prints does not mix with the output of a run, Ctrl-C does
 not reach its workers, and the cluster of a run that is killed is closed all the same.
@@ -23,7 +23,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +44,8 @@ _REACHABLE = ("tcp", "tls", "ws", "wss", "ucx")
 _MOST_OF_AN_ERROR = 500
 
 
-@dataclass(frozen=True, slots=True)
-class _Cloud:
-    """A class whose clusters live on without their object.
-
-    handle: the attribute that names a cluster, and the argument that attaches to it. create: arguments for one that
-    stays. close: those of its method close.
-    """
-
-    handle: str
-    create: Mapping[str, Any] = field(default_factory=dict)
-    close: Mapping[str, Any] = field(default_factory=dict)
-
-
-_CLOUDS = {
-    "dask_saturn.SaturnCluster": _Cloud("cluster_url"),
-    "coiled.Cluster": _Cloud("name", {"shutdown_on_close": False}, {"force_shutdown": True}),
-}
+# The class whose clusters live on without their object: the argument `name` finds an existing one.
+_CLOUD = "coiled.Cluster"
 
 
 class DaskClassCluster(Cluster):
@@ -140,7 +124,7 @@ class DaskClassBackend(Backend):
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Create the cluster, and wait for its workers. Raises ClusterError, UsageError."""
         config, name, folder = cluster.config, cluster.config.class_name, cluster.folder
-        if name not in _CLOUDS:
+        if name != _CLOUD:
             raise UsageError(
                 f"a cluster of {name} ends with the process that has created it: give its class to a run, without "
                 "`cluster up`; or create it in a program of your own, and use cluster.address"
@@ -261,32 +245,29 @@ def main(argv: list[str]) -> int:
 
 
 def _obey(verb: str, folder: Path, config: ClusterConfig, name: str) -> None:
-    cloud = _Cloud("") if verb == "hold" else _CLOUDS[config.class_name]
-    kwargs = {**config.kwargs, **cloud.create}
-    if cloud.handle == "name":
-        kwargs.setdefault("name", f"ddptrain-{name}")
-    if verb == "close":  # by its handle, or, if its start was interrupted, by the same arguments
-        handle = (_json(folder / "scheduler.json") or {}).get("handle")
-        cluster = _created(config.class_name, folder, {cloud.handle: handle} if handle else kwargs)
-        return _close(cluster, config.class_name, cloud)
+    kwargs, closing = config.kwargs, {}
+    if verb != "hold":
+        kwargs = {"name": f"ddptrain-{name}", **kwargs, "shutdown_on_close": False}
+        closing = {"force_shutdown": True}
     deadline = time.monotonic() + config.start_timeout_s
     cluster = _created(config.class_name, folder, kwargs)
+    if verb == "close":
+        return _close(cluster, config.class_name, closing)
     try:
         card = _reached(cluster, config, folder, deadline)
-        card["handle"] = str(getattr(cluster, cloud.handle)) if cloud.handle else ""
         security.write_private_json(folder / "scheduler.json", card)
         if verb == "hold":
             sys.stdin.read()
     except DdptrainError as error:
         try:
-            _close(cluster, config.class_name, cloud)
+            _close(cluster, config.class_name, closing)
         except DdptrainError as stuck:
             raise ClusterError(f"{error}; {stuck}; what it has started may still be there") from error
         raise
     if verb == "create":
         sys.stdout.flush()
         os._exit(0)  # the object's own clean-up at the end of the process would close the cluster
-    return _close(cluster, config.class_name, cloud)
+    return _close(cluster, config.class_name, closing)
 
 
 def _created(name: str, folder: Path, kwargs: Mapping[str, Any]) -> Any:
@@ -343,9 +324,9 @@ def _reached(cluster: Any, config: ClusterConfig, folder: Path, deadline: float)
     return {"address": address, "workers": wanted}
 
 
-def _close(cluster: Any, name: str, cloud: _Cloud) -> None:
+def _close(cluster: Any, name: str, closing: Mapping[str, Any]) -> None:
     with _one_line_errors(name, ".close()"):
-        cluster.close(**cloud.close)
+        cluster.close(**closing)
 
 
 @contextlib.contextmanager

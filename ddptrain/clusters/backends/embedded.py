@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from distributed import Scheduler
 
 _log = Log(__name__)
+_SCHEDULER_START_S, _SCHEDULER_END_S = 30.0, 5.0
 _WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean-up
 
 
@@ -35,9 +37,8 @@ class EmbeddedCluster(Cluster):
         self.environ = environ
         self._address = ""
         self._worker: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._loop = asyncio.new_event_loop()  # of the scheduler, in a thread
+        self._scheduler: Scheduler | None = None
 
     def begin(self) -> None:
         """Start the worker process, which starts its rank server. Both import modules while the driver continues."""
@@ -107,17 +108,17 @@ class EmbeddedCluster(Cluster):
         """End the worker and its ranks, then the scheduler; delete the scratch folder."""
         if self._worker is not None:
             self._end_worker(self._worker)
-        if self._loop is not None and self._stop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(timeout=5.0)
+        if self._scheduler is not None:
+            closing = asyncio.run_coroutine_threadsafe(self._scheduler.close(reason="run ended"), self._loop)
+            with contextlib.suppress(Exception):  # the run has ended all the same
+                closing.result(_SCHEDULER_END_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _end_worker(self, worker: subprocess.Popen[bytes]) -> None:
         assert worker.stdin is not None
-        try:
+        with contextlib.suppress(OSError):
             worker.stdin.close()  # at the end of stdin the worker ends its ranks and itself
-        except OSError:
-            pass
         try:
             worker.wait(timeout=_WORKER_END_S)
         except subprocess.TimeoutExpired:
@@ -125,32 +126,21 @@ class EmbeddedCluster(Cluster):
             worker.wait()
         _log.info("local worker ended", pid=worker.pid, status=worker.returncode)
 
-    def _start_scheduler(self) -> str:
-        started = threading.Event()
-        outcome: list[str | BaseException] = []
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started, outcome)), name="ddptrain-scheduler", daemon=True
-        )
-        self._thread.start()
-        if not started.wait(timeout=30.0):
-            raise ClusterError("the embedded Dask scheduler did not start within 30 s")
-        if isinstance(outcome[0], BaseException):
-            raise ClusterError(f"the embedded Dask scheduler could not start: {outcome[0]}") from outcome[0]
-        return outcome[0]
-
-    async def _serve(self, started: threading.Event, outcome: list[str | BaseException]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+    def _serve(self) -> None:
         try:
-            scheduler = await _new_scheduler(self.scratch)
-        except BaseException as error:
-            outcome.append(error)
-            started.set()
-            return
-        outcome.append(scheduler.address)
-        started.set()
-        await self._stop.wait()
-        await scheduler.close(reason="run ended")
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _start_scheduler(self) -> str:
+        threading.Thread(target=self._serve, name="ddptrain-scheduler", daemon=True).start()
+        try:
+            starting = asyncio.run_coroutine_threadsafe(_new_scheduler(self.scratch), self._loop)
+            self._scheduler = starting.result(_SCHEDULER_START_S)
+        except Exception as error:
+            reason = str(error) or f"no answer within {_SCHEDULER_START_S:g} s"
+            raise ClusterError(f"the embedded Dask scheduler could not start: {reason}") from error
+        return str(self._scheduler.address)
 
 
 async def _new_scheduler(scratch: Path) -> Scheduler:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from importlib import import_module
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain.config import plugin_names
+from ddptrain.config.plugin_names import Registry
 from ddptrain.config.types import (
     MOST_RANKS,
     NAME_PATTERN,
@@ -20,6 +21,20 @@ from ddptrain.config.types import (
     wrong_field,
 )
 from ddptrain.config.wording import describe_value, did_you_mean
+from ddptrain.errors import UsageError
+
+# The class that starts a backend's clusters; "" if the cluster already runs.
+BACKENDS = Registry(
+    {
+        "local": "ddptrain.clusters.backends.local:LocalBackend",
+        "address": "",
+        "ssh": "ddptrain.clusters.backends.ssh:SshBackend",
+        "slurm": "ddptrain.clusters.backends.slurm:SlurmBackend",
+        "kubernetes": "ddptrain.clusters.backends.kubernetes:KubernetesBackend",
+        "class": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
+    },
+    "ddptrain.clusters",
+)
 
 
 def _no_option(host: str) -> str:
@@ -92,12 +107,11 @@ class KubernetesSettings(Strict):
 
 
 def _known_backend(name: str) -> str:
-    if name in plugin_names.BACKENDS.built_in or name in (known := plugin_names.BACKENDS.names()):
+    if name in BACKENDS.built_in or name in (known := BACKENDS.names()):
         return name
     raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
 
-_CLASSES = {"saturn": "dask_saturn.SaturnCluster"}  # backend -> the class for which it stands
 BACKEND_FIELDS = ("ssh", "slurm", "kubernetes", "address", "class")  # the fields that only the backend of that name has
 _REQUIRED = {  # backend -> the field that it needs, and what to write
     "ssh": ("ssh.hosts", "write cluster.ssh.hosts, or --host NAME"),
@@ -138,8 +152,8 @@ class ClusterConfig(Strict):
     )
     backend: Annotated[str, AfterValidator(_known_backend)] = Field(
         default="local",
-        description="Where workers come from: local, address, ssh, slurm, saturn, kubernetes, class, or another name.",
-        json_schema_extra={"examples": [*plugin_names.BACKENDS.built_in]},
+        description="Where workers come from: local, address, ssh, slurm, kubernetes, class, or another name.",
+        json_schema_extra={"examples": [*BACKENDS.built_in]},
     )
     address: SchedulerAddress | None = Field(
         default=None,
@@ -169,8 +183,7 @@ class ClusterConfig(Strict):
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="For backends class and saturn: the arguments of the class; for a backend of another package its "
-        "settings.",
+        description="For backend class: the arguments of the class; for a backend of another package its settings.",
     )
 
     @property
@@ -182,8 +195,8 @@ class ClusterConfig(Strict):
 
     @property
     def class_name(self) -> str:
-        """The class of backends class and saturn, as package.Cluster; "" for other backends."""
-        return _CLASSES.get(self.backend, self.class_ or "")
+        """The class of backend class, as package.Cluster; "" for other backends."""
+        return self.class_ or ""
 
     @property
     def is_attached(self) -> bool:
@@ -214,7 +227,7 @@ class ClusterConfig(Strict):
         if self.backend in _REQUIRED and given[self.backend] is None:
             field, hint = _REQUIRED[self.backend]
             raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", hint)
-        if self.kwargs and self.backend in plugin_names.BACKENDS.built_in and not self.class_name:
+        if self.kwargs and self.backend in BACKENDS.built_in and self.backend != "class":
             raise _misplaced("kwargs", self.backend, "class")
         return self
 
@@ -229,3 +242,15 @@ class ClusterFile(Strict):
     """A file with only a `cluster` section."""
 
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")
+
+
+def provider_class(name: str) -> type[Any]:
+    """Import a backend's class (see clusters/provider.py). Raises UsageError if it has none, or it can't be used."""
+    target = BACKENDS.target(name)
+    if not target:
+        raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
+    module, _, attribute = target.partition(":")
+    try:
+        return cast("type[Any]", getattr(import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"cluster.backend {name} ({target}) can't be used: {error}") from error

@@ -22,7 +22,7 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, is_sweep, load_run
 from ddptrain.results.recorded_config import parsed_config
-from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.run_record import RunStatus
 from ddptrain.results.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 
@@ -165,17 +165,27 @@ def stop_run(
     view = target.look()
     if not is_active(view):
         return view
-    driver = view.record.driver
-    _ask(target.desk, StopRequest(driver.pid, driver.host, now, by))
-    within_s = margin_s + (0.0 if now else _grace_s(target.desk))
+    desk, driver = target.desk, view.record.driver
+    try:
+        require_own_folder(desk.root)
+        write_file(desk.stop_json, REQUEST.dump_json(StopRequest(driver.pid, driver.host, now, by)))
+    except ResultsError as error:
+        instead = "SIGINT three times" if now else "SIGTERM"
+        raise ResultsError(f"{error}; or send {instead} to {driver.description}") from error
+    within_s = margin_s + (0.0 if now else _grace_s(desk))
     tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {driver.description}")
     deadline = time.monotonic() + within_s
     while is_active(view := target.look()) or _is_leaving(view):
         if time.monotonic() > deadline:
-            raise ClusterError(_not_in_time(target.desk, driver, within_s, now=now))
+            why, advice = "it may still be copying results", f"look at {driver.description}, and kill it"
+            if desk.stop_json.exists():
+                why = f"{driver.description} has not taken the request: is it stopped, or its host down?"
+            if not now:
+                advice = f"wait, or end it with ddptrain stop {desk.root.name} --now"
+            raise ClusterError(f"run {desk.root.name} has not ended after {within_s:g} s ({why}); {advice}")
         time.sleep(target.look_every_s)
     with suppress(OSError):  # the run may have ended by itself without reading the request
-        target.desk.stop_json.unlink()
+        desk.stop_json.unlink()
     return view
 
 
@@ -186,29 +196,6 @@ def is_active(view: RunView) -> bool:
 
 def _is_leaving(view: RunView) -> bool:
     return view.record.driver.host == socket.gethostname() and bool(ownership.is_held(view.layout.lock_file))
-
-
-def _ask(desk: RunLayout, request: StopRequest) -> None:
-    try:
-        require_own_folder(desk.root)
-        write_file(desk.stop_json, REQUEST.dump_json(request))
-    except ResultsError as error:
-        instead = "SIGINT three times" if request.now else "SIGTERM"
-        driver = DriverRecord(request.pid, request.host)
-        raise ResultsError(f"{error}; or send {instead} to {driver.description}") from error
-
-
-def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now: bool) -> str:
-    if desk.stop_json.exists():
-        why = f"{driver.description} has not taken the request: is it stopped, or its host down?"
-    else:
-        why = "it may still be copying results"
-    advice = (
-        f"look at {driver.description}, and kill it"
-        if now
-        else f"wait, or end it with ddptrain stop {desk.root.name} --now"
-    )
-    return f"run {desk.root.name} has not ended after {within_s:g} s ({why}); {advice}"
 
 
 def _grace_s(layout: RunLayout) -> float:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
-from ddptrain.protocol import events
-from ddptrain.protocol.news import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.metrics import LAST_BYTES, read_events
@@ -25,7 +23,6 @@ from ddptrain.results.run_record import (
     root_cause,
 )
 from ddptrain.results.selection import RunFields, cells, header
-from ddptrain.results.system import read_system, use_lines
 from ddptrain.results.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
@@ -126,6 +123,8 @@ def _short(text: str) -> str:
 
 def sections(view: RunView) -> list[Section]:
     """Return everything about one run, as titled lists of names and values; empty ones are left out."""
+    from ddptrain.results.system import read_system, use_lines  # 40 ms, as in the functions below: a list needs none
+
     record = view.record
     files = view.layout.artifacts()
     best = record.best
@@ -175,6 +174,8 @@ def sections(view: RunView) -> list[Section]:
 
 def event_sections(path: Path, last_bytes: int = LAST_BYTES) -> list[Section]:
     """Return the newest messages of events.jsonl, in the sections that the classes of the events name."""
+    from ddptrain.protocol import events
+
     kinds = {kind: cls.section for kind, cls in events.KINDS.items() if cls.section}
     found: dict[str, list[tuple[str, str]]] = {section: [] for section in kinds.values()}
     for line in read_events(path, kinds, last_bytes):
@@ -267,6 +268,8 @@ def _attempt(attempt: AttemptRecord, count: int) -> Section:
 
 
 def _rank(rank: RankRecord) -> str:
+    from ddptrain.protocol.news import describe_status
+
     where = rank.host + (f", process {rank.pid}" if rank.pid is not None else "")
     gpu = f", GPU {rank.gpu}" if rank.gpu is not None else ""
     return where + gpu + (f", {describe_status(rank.exit)}" if rank.exit is not None else "")

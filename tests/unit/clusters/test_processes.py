@@ -182,20 +182,3 @@ def test_second_signal_breaks_into_a_block_that_allows_it() -> None:
 
     with pytest.raises(Interrupted):
         blocked()
-
-
-def test_error_of_a_library_after_a_signal_is_an_interruption_and_others_stay_what_they_are() -> None:
-    def broken(error: Exception, *, by_signal: bool) -> None:
-        with interruptible():
-            try:
-                if by_signal:
-                    os.kill(os.getpid(), signal.SIGTERM)
-            except Interrupted as cause:
-                raise error from cause
-            raise error
-
-    with pytest.raises(Interrupted):
-        broken(RuntimeError("can't start new thread"), by_signal=True)
-    for error in (RuntimeError("of its own"), ClusterError("x")):
-        with pytest.raises(type(error), match=str(error)):
-            broken(error, by_signal=False)

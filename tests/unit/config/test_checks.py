@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ddptrain.config import plugin_names
 from ddptrain.config.json_schema import config_schema
-from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.config.sections.clusters import BACKENDS, ClusterConfig, provider_class
 from ddptrain.errors import ConfigError, UsageError
 from tests.docs.reference import TARGET, configuration_page
 
@@ -64,16 +64,16 @@ def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
 ) -> None:
     def entry_points(**wanted: Any) -> EntryPoints:
         points = [
-            EntryPoint("mine", "collections:OrderedDict", plugin_names.BACKENDS.group),
-            EntryPoint("broken", "not_there.at_all:Provider", plugin_names.BACKENDS.group),
+            EntryPoint("mine", "collections:OrderedDict", BACKENDS.group),
+            EntryPoint("broken", "not_there.at_all:Provider", BACKENDS.group),
         ]
         return EntryPoints(points).select(**wanted)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    assert plugin_names.provider_class("mine") is OrderedDict
+    assert provider_class("mine") is OrderedDict
     assert ClusterConfig(backend="mine", kwargs={"size": 3}).kwargs == {"size": 3}
     with pytest.raises(UsageError, match=r"cluster\.backend broken .* can't be used: No module named 'not_there'"):
-        plugin_names.provider_class("broken")
+        provider_class("broken")
     with pytest.raises(ValidationError, match="there is no such cluster backend"):
         ClusterConfig(backend="min")
 

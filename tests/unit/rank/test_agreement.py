@@ -54,12 +54,6 @@ def test_call_saves_by_epoch_or_step_and_if_nothing_applies(
     assert due(alone(**settings), *calls) == expected
 
 
-def test_steps_before_the_resume_do_not_count() -> None:
-    rank = alone(every_steps=10)
-    rank.step = 12
-    assert due(rank, (13, None), (19, None), (20, None)) == [False, False, True]
-
-
 def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(worker_group: Gang) -> None:
     def train(number: int) -> tuple[list[int], float]:
         rank, saved = Agreement(worker_group.spec(number, 3, every_epochs=None, every_s=0.1)), list[int]()

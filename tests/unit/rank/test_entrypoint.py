@@ -127,13 +127,6 @@ def test_result_that_is_not_json_is_refused() -> None:
         as_json("x" * 70_000)
 
 
-def test_result_of_pydantic_is_converted_and_a_type_is_none() -> None:
-    assert as_json([Model(lr=0.5)]) == '[{"lr": 0.5, "names": []}]'
-    for kind in (Settings, object):
-        with pytest.raises(TypeError, match="type is not JSON"):
-            as_json(kind)
-
-
 def test_context_is_passed_by_its_position_only() -> None:
     def keyword(*, ctx: int = 1) -> Any:
         return ctx

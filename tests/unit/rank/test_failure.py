@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,18 +168,6 @@ def test_exception_without_a_message_names_its_line(error: BaseException) -> Non
     assert failures.failure(error, "train").message == f"raise error  # the line (test_failure.py:{line})"
 
 
-class Unreadable(Exception):
-    """Its text cannot be read."""
-
-    def __str__(self) -> str:
-        raise ZeroDivisionError
-
-
-def test_exception_whose_text_cannot_be_read_is_reported_as_itself() -> None:
-    told = failures.failure(Unreadable(), "train")
-    assert (told.type, told.message) == ("Unreadable", "<exception str() failed>")
-
-
 class Iterator:
     """torch's iterator over a DataLoader with two workers, whose second one has ended with a status."""
 
@@ -277,21 +264,6 @@ def test_error_that_was_handled_is_named_unless_the_message_has_it(
     told = failures.failure(chained(first, second), "train").message
     assert told == message if message is not None else len(told) < 400
     assert "after" not in failures.failure(chained(first, second), "setup").message
-
-
-def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone() -> None:
-    error = chained(RuntimeError("connection closed by peer"), ValueError("bad label"))
-    error.__suppress_context__ = True
-    told = failures.failure(error, "train")
-    assert (told.message, told.lost_peer) == ("bad label", False)
-    error.__cause__ = error
-    assert failures.failure(error, "train").message == "bad label"
-
-
-def test_traceback_of_another_process_is_no_earlier_error() -> None:
-    error = ValueError("bad label")
-    error.__cause__ = RemoteTraceback("Traceback of the pool's process")
-    assert failures.failure(error, "train").message == "bad label"
 
 
 # --- A traceback shows the user's frames, and one line for each sequence of a library's frames ---

@@ -89,13 +89,6 @@ def test_window_that_is_not_full_ends_with_the_epoch_and_its_gradient_is_the_mea
     assert_close(some, whole)
 
 
-def test_loader_that_was_left_early_does_not_end_a_window(make_rank: MakeRank) -> None:
-    training = Training(make_rank(accumulate=4))
-    for _ in training.ctx.loader(ROWS, batch_size=20):  # type: ignore[arg-type]  # rows are data
-        break
-    assert not training.batch(ROWS)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("batch", [4, 5, 6])
 def test_save_that_is_due_within_a_window_waits_for_its_end_and_the_resumed_run_ends_with_equal_weights(
@@ -171,18 +164,6 @@ def test_argument_of_prepare_comes_before_the_configuration(make_rank: MakeRank)
     assert ctx.accumulate == 1
     with pytest.raises(ValueError, match="accumulate is 0: it must be at least 1"):
         ctx.prepare(nn.Linear(1, 1), accumulate=0)
-
-
-@pytest.mark.parametrize(("accumulate", "batches"), [(2, 2), (4, 2)])
-def test_gradient_of_two_batches_is_their_mean(make_rank: MakeRank, accumulate: int, batches: int) -> None:
-    some: Any = Training(make_rank(accumulate=accumulate))
-    whole: Any = Training(make_rank())
-    some.optimizer = torch.optim.SGD(some.model.parameters(), 10.0)
-    whole.optimizer = torch.optim.SGD(whole.model.parameters(), 10.0)
-    for number, rows in enumerate(ROWS.split(20 // batches)):
-        some.batch(rows, last=number == batches - 1)
-    whole.batch(ROWS)
-    assert_close(some, whole)
 
 
 def test_gradients_are_averaged_also_where_only_another_rank_has_used_a_parameter(

@@ -77,12 +77,6 @@ def test_step_is_reported_and_offered_as_a_checkpoint_with_the_trainers_state() 
     assert saved == {**PARTS, "step": 4, "epoch": 0.4, "metrics": {}, "last": False}
 
 
-def test_evaluation_outside_of_training_saves_nothing() -> None:
-    ctx = Context()
-    callback_of(ctx).on_evaluate(arguments(), State(), CONTROL, **PARTS, metrics={"eval_loss": 0.5})
-    assert ctx.calls == []
-
-
 def test_last_step_is_marked_and_saved_once() -> None:
     ctx = Context()
     callback = callback_of(ctx)

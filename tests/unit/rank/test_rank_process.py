@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank import lifecycle
 from ddptrain.rank.entrypoint import load_function
-from tests.unit.specs import make_spec
 
 # --- How a rank finds its function, and how its process is set up ---
 
@@ -46,32 +44,6 @@ def test_missing_import_inside_the_users_module_is_the_users_error(
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_installed_here'$"):
         load_function("needs_more:main")
     sys.modules.pop("needs_more", None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        ({}, ["/p", "/q", "/lib", "/other"]),
-        ({"built_in": True}, ["/lib", "/other", "/p", "/q"]),
-        ({"script": "train.py"}, ["/lib", "/p", "/other"]),
-        ({"env": {"PYTHONPATH": ":/x"}}, ["/p", "/q", "{workdir}", "/lib", "/other"]),
-        ({"env": {"PYTHONPATH": ""}}, ["/p", "/q", "/lib", "/other"]),
-    ],
-)
-def test_modules_of_the_project_are_searched_first_and_once_but_for_built_in_workloads(
-    changes: dict[str, Any], path: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # and back after the test
-    monkeypatch.setattr(os, "environ", {"OF_THE_WORKER": "1"})
-    monkeypatch.setattr(sys, "path", ["/lib", "/p", "/other"])
-    monkeypatch.setattr(sys, "argv", ["worker"])
-    workdir = tmp_path / "work"
-    workdir.mkdir()
-    code = {"workload": "m:f", "workdir": str(workdir), "sys_path": ("/p", "/q")}
-    spec = make_spec(**{"env": {"OF_THE_RANK": "2"}, **code, **changes})
-    lifecycle._enter_environment(spec)
-    assert sys.path == [entry.format(workdir=workdir) for entry in path]
-    assert (os.environ, sys.argv, Path.cwd()) == (spec.env, ["m:f"], workdir)
 
 
 # --- What a warm rank server has imported ---

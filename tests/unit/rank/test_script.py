@@ -47,13 +47,6 @@ def of_python(cwd: Path, *arguments: str) -> dict[str, Any]:
     return said
 
 
-def test_script_has_the_same_main_module_as_under_python(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "s.py").write_text(TELL)
-    spec = make_spec(script="sub/s.py", args=("--lr", "1"), workdir=str(tmp_path))
-    assert told(spec, tmp_path) == of_python(tmp_path, "sub/s.py", "--lr", "1")
-
-
 def test_module_and_package_have_the_same_main_module_as_under_python(tmp_path: Path) -> None:
     (tmp_path / "pkg" / "sub").mkdir(parents=True)
     for name in ("pkg/__init__.py", "pkg/sub/__init__.py"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
 import subprocess
 import tarfile
 from collections.abc import Callable, Sequence
@@ -17,8 +19,10 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.rank_specs import upload_code
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
+from ddptrain.worker import driver_calls
 
 # --- What of a project goes along, and what stays at home ---
 
@@ -223,36 +227,34 @@ CACHE = "/cache/code"
 
 
 class Cluster:
-    """Stands for a worker group: answers what workers on these hosts would answer, and notes the calls."""
+    """A Dask client whose workers have file systems of their own below `root`, by host; `sees` see the driver's."""
 
-    def __init__(self, hosts: dict[str, str], *, sees: Sequence[str] = ()) -> None:
-        self.run_id = "run-1"
-        self.client = SimpleNamespace(run=self._run)
+    def __init__(self, root: Path, hosts: dict[str, str], *, sees: Sequence[str] = (), cut: Sequence[str] = ()) -> None:
+        """Files that are written to the workers `cut` are damaged."""
+        self.root, self.hosts, self.sees, self.cut = root, hosts, sees, cut
+        self.scheduler = SimpleNamespace(address="tcp://s")
         self.calls: list[tuple[str, list[str]]] = []
-        self._hosts, self._sees = hosts, sees
-        self._cached: set[str] = set()
-        self.archive = b""
 
-    def _run(self, function: Callable[..., Any], *arguments: Any, workers: list[str], on_error: str) -> dict[str, Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, workers: list[str], on_error: str) -> dict[str, Any]:
         assert on_error == "return"
-        name = function.__name__
-        self.calls.append((name, workers))
-        return {worker: self._answer(name, worker, arguments) for worker in workers}
+        self.calls.append((function.__name__, workers))
+        return {worker: self._answer(function.__name__, worker, arguments) for worker in workers}
 
     def _answer(self, name: str, worker: str, arguments: tuple[Any, ...]) -> Any:
+        scratch = self.root / self.hosts[worker]
         match name:
             case "sees_code":
-                return worker in self._sees
-            case "use_code":
-                return CACHE if self._hosts[worker] in self._cached else ""
+                return worker in self.sees
             case "write_spool":
-                _, _, offset, chunk = arguments
-                assert offset == len(self.archive), "chunks come in order, without gaps"
-                self.archive += chunk
-            case "unpack_code":
-                self._cached.add(self._hosts[worker])
-                return CACHE
-        return None
+                _, path, offset, data = arguments
+                return driver_calls._write_below(scratch, path, offset, b"no" if worker in self.cut else data)
+            case "holds_file":
+                path = Path(arguments[0])
+                return path.is_relative_to(scratch) and path.read_text() == arguments[1]
+        try:
+            return asyncio.run(driver_calls.unpack_code(*arguments))
+        except ClusterError as error:
+            return error
 
 
 def places(hosts: dict[str, str]) -> list[RankPlace]:
@@ -265,59 +267,43 @@ def places(hosts: dict[str, str]) -> list[RankPlace]:
 
 @pytest.fixture
 def package(tmp_path: Path) -> CodePackage:
-    (tmp_path / "train.py").write_text("print('hello')\n")
-    return pack(tmp_path, [])
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / "train.py").write_text("print('hello')\n")
+    return pack(tmp_path / "driver", [])
 
 
-def upload(cluster: Cluster, hosts: dict[str, str], package: CodePackage, max_mb: float = 1.0) -> tuple[Any, list[str]]:
+def upload(cluster: Cluster, package: CodePackage, max_mb: float = 1.0) -> tuple[list[str], list[str]]:
     lines: list[str] = []
+    workers = Workers(cast(Any, cluster), "run-1", queue.SimpleQueue())
     needed = package.folder / "train.py"
-    return upload_code(cast(Any, cluster), places(hosts), package, needed, max_mb, lines.append), lines
+    return upload_code(workers, places(cluster.hosts), package, needed, max_mb, lines.append), lines
 
 
-def test_workers_that_see_the_folder_get_nothing(package: CodePackage) -> None:
-    hosts = {"w1": "a", "w2": "b"}
-    cluster = Cluster(hosts, sees=["w1", "w2"])
-    done, lines = upload(cluster, hosts, package)
-    assert (done.code, done.roots, lines) == ("", ["", ""], [])
+def test_workers_that_see_the_folder_get_nothing(package: CodePackage, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, {"w1": "a", "w2": "b"}, sees=["w1", "w2"])
+    assert upload(cluster, package) == (["", ""], [])
     assert [name for name, _ in cluster.calls] == ["sees_code"]
 
 
-def test_two_workers_of_one_host_get_one_copy(package: CodePackage) -> None:
-    hosts = {"w1": "a", "w2": "b", "w3": "b"}
-    cluster = Cluster(hosts, sees=["w1"])
-    done, lines = upload(cluster, hosts, package)
-    assert done.roots == ["", CACHE, CACHE]
-    assert done.code == package.archive[1]
-    assert [workers for name, workers in cluster.calls if name == "unpack_code"] == [["w2"]]
-    assert lines == [f"uploading 1 files of {package.folder} to host b"]
-    assert cluster.archive == package.archive[0]
-    again, lines = upload(cluster, hosts, package)
-    assert (again.roots, lines) == (["", CACHE, CACHE], []), "it is in the cache of the host"
+def test_two_workers_of_one_host_get_one_copy(package: CodePackage, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, {"w1": "a", "w2": "b", "w3": "b"}, sees=["w1"])
+    for _ in range(2):  # attempts
+        (none, second, third), lines = upload(cluster, package)
+        assert none == "" and second == third and Path(second).is_relative_to(tmp_path / "b")
+        assert Path(second).name == package.archive[1]
+        assert (Path(second) / "train.py").read_text() == "print('hello')\n"
+        assert lines == [f"uploading 1 files of {package.folder} to host b"]
+    assert {tuple(workers) for name, workers in cluster.calls if name == "write_spool"} == {("w2",)}
 
 
-def test_code_that_is_too_large_is_refused_before_anything_is_sent(package: CodePackage) -> None:
-    cluster = Cluster({"w1": "a"})
+def test_code_that_is_too_large_is_refused_before_anything_is_sent(package: CodePackage, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, {"w1": "a"})
     with pytest.raises(UsageError, match="over 1e-06 MB"):
-        upload(cluster, {"w1": "a"}, package, max_mb=1e-6)
-    assert cluster.archive == b""
+        upload(cluster, package, max_mb=1e-6)
+    assert [name for name, _ in cluster.calls] == ["sees_code"]
 
 
-def test_of_many_workers_the_one_that_fails_is_named(package: CodePackage) -> None:
-    cluster = Cluster({"w1": "a", "w2": "b"})
-    error = ClusterError("cannot unpack the uploaded code into /home/x: Read-only file system")
-    cluster.client.run = lambda function, *_, **__: {"w1": False, "w2": error}
-    with pytest.raises(ClusterError, match=r"could not upload the code to w2: cannot unpack .*: Read-only file system"):
-        upload(cluster, {"w1": "a", "w2": "b"}, package)
-
-
-def test_lost_cluster_is_reported_as_it_is(package: CodePackage) -> None:
-    cluster, lost = Cluster({"w1": "a"}), ClusterError("the scheduler is gone")
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise lost
-
-    cluster.client.run = fail
-    with pytest.raises(ClusterError) as caught:
-        upload(cluster, {"w1": "a"}, package)
-    assert caught.value is lost
+def test_of_many_workers_the_one_that_fails_is_named(package: CodePackage, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, {"w1": "a", "w2": "b"}, cut=["w2"])
+    with pytest.raises(ClusterError, match=r"could not upload the code: w2: cannot unpack .*gzip"):
+        upload(cluster, package)
