@@ -25,16 +25,14 @@ from ddptrain.run_handle import STOP_TIMEOUT_S, Run, error_of
 if TYPE_CHECKING:
     import torch
 
-    from ddptrain.config.run_config import RunConfig
-
 __all__ = ["Run", "launch", "load_model"]
 
 _POLL_S = 0.1
-Output = Literal["auto", "live", "plain", "json", "none"]
+Output = Literal["auto", "plain", "json", "none"]
 
 
 def launch(
-    config: str | os.PathLike[str] | Mapping[str, Any] | RunConfig | Callable[..., Any],
+    config: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., Any],
     *,
     params: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
@@ -52,8 +50,8 @@ def launch(
     `params` are those of the workload, `overrides` any fields ({"checkpoint.keep": 5}, or texts as for --set); `ranks`
     to `allow_changes` are the options of `ddptrain train`. With `wait` the call shows the output of the run and returns
     when the run has succeeded; an exception such as Ctrl-C stops the run. `output` is plain (lines), json (lines),
-    none, live (a table that Jupyter updates in place), or auto: live in Jupyter, plain elsewhere. Without `wait` the
-    call returns when the run has begun; the run then continues without this process. Any thread may call `launch`.
+    none, or auto: in Jupyter a table that is updated in place, plain elsewhere. Without `wait` the call returns when
+    the run has begun; the run then continues without this process. Any thread may call `launch`.
 
     Raises:
         UsageError, ConfigError: nothing was started.
@@ -61,6 +59,7 @@ def launch(
     """
     from ddptrain.driver.control.detach import EndedEarly, LaunchRequest, start_ordered
     from ddptrain.results.show.live_table import in_notebook
+    from ddptrain.results.show.log_follower import LogCursor
 
     if "DDPTRAIN_RUN_ID" in os.environ and "RANK" in os.environ:
         raise UsageError(
@@ -69,9 +68,6 @@ def launch(
         )
     if output not in get_args(Output):
         raise UsageError(f"output is {', '.join(get_args(Output)[:-1])} or none, not {output!r}")
-    if output == "live" and not in_notebook():
-        raise UsageError('output="live" needs a Jupyter notebook: leave it out, or use "plain"')
-    live = wait and output in ("live", "auto") and in_notebook()
     path, data, folder = _config_source(config)
     changes = _override_texts(params, overrides)
     _check_config(path, data, folder, changes)
@@ -87,7 +83,16 @@ def launch(
     try:
         if wait:
             write = partial(print, flush=True) if output != "none" else lambda _: None
-            run._show_driver(begun.log_from, write, live, partial(_stop_driver, process))  # noqa: SLF001  # not for users
+            log = LogCursor(run._folder / "driver.log", offset=begun.log_from)  # noqa: SLF001  # not for users
+            show = partial(run._show, log.read, write, _POLL_S)  # noqa: SLF001
+            try:
+                show(live=output == "auto" and in_notebook())
+            except BaseException:
+                if process.poll() is None:
+                    _stop_driver(process)
+                    with suppress(Exception):  # the first exception is raised
+                        show()
+                raise
     finally:
         if process.stdin is not None:
             with suppress(OSError):
@@ -116,18 +121,14 @@ def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") ->
 
 def _config_source(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:
     """Return the path of the YAML file ("-" for data), the data, and the folder for relative paths in the data."""
-    from pydantic import BaseModel
-
     if isinstance(config, str | os.PathLike):
         return os.fspath(config), None, Path.cwd()
-    if isinstance(config, BaseModel):
-        return "-", config.model_dump(mode="json", exclude_unset=True, by_alias=True), Path.cwd()
     if isinstance(config, Mapping):
         return "-", json.loads(_json(config, "the configuration")), Path.cwd()
     if callable(config):
         workload, folder = _workload(config)
         return "-", {"workload": workload}, folder
-    raise UsageError(f"launch takes a path, a dict, a RunConfig or a function, not {config!r}")
+    raise UsageError(f"launch takes a path, a dict or a function, not {config!r}")
 
 
 def _workload(function: Callable[..., Any]) -> tuple[str, Path]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -188,7 +187,8 @@ class Run:
                 self._view(NeededFiles.LOGS, 0)
             return log.read()
 
-        self._show(lines, print, in_notebook(), _STORE_POLL_S if self._is_stored else 1.0, limit_s=timeout_s)
+        every_s = _STORE_POLL_S if self._is_stored else 1.0
+        self._show(lines, print, every_s, live=in_notebook(), limit_s=timeout_s)
         return self
 
     def stop(self, *, now: bool = False) -> Self:
@@ -250,33 +250,21 @@ class Run:
                 raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
             time.sleep(min(left_s, every_s))
 
-    def _show_driver(
-        self, offset: int, write: Callable[[str], object], live: bool, interrupted: Callable[[], None]
-    ) -> None:
-        """Show the output of the driver, from the `offset` of its log on, until the run has succeeded."""
-        from ddptrain.results.show.log_follower import LogCursor
-
-        log = LogCursor(self._folder / "driver.log", offset=offset)
-        self._show(log.read, write, live, _POLL_S, interrupted=interrupted)
-
     def _show(
         self,
         lines: Callable[[], Iterable[str]],
         write: Callable[[str], object],
-        live: bool,
         every_s: float,
+        *,
+        live: bool = False,
         limit_s: float | None = None,
-        interrupted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write new lines until the run ends, if `live` below a table that is updated in place. Raises as `wait`.
-
-        `interrupted` is called if an exception, such as Ctrl-C, ends the wait.
-        """
+        """Write new lines until the run ends, if `live` below a table that is updated in place. Raises as `wait`."""
         from ddptrain.results.runs import NeededFiles
         from ddptrain.results.show.live_table import LiveTable
 
         refresh_s = _STORE_POLL_S if self._is_stored else 1.0
-        table = LiveTable(lambda: self._view(NeededFiles.EVENTS), refresh_s) if live else None
+        table = LiveTable(lambda: self._view(NeededFiles.METRICS), refresh_s) if live else None
 
         def show(*, now: bool = False) -> None:
             for line in lines():
@@ -284,14 +272,8 @@ class Run:
             if table:
                 table.refresh(now=now)
 
-        try:
-            for _ in self._until_end(limit_s, every_s):
-                show()
-        except BaseException:
-            interrupted()
-            with suppress(Exception):  # the first exception is raised
-                show(now=True)
-            raise
+        for _ in self._until_end(limit_s, every_s):
+            show()
         show(now=True)
         self._raise()
 

@@ -154,8 +154,8 @@ def run_cli(tmp_path: Path) -> Iterator[Cli]:
 
 
 @pytest.fixture(scope="session")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster with six CPU slots, for runs of tests that are not about their cluster.
+def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """The address of a cluster with six CPU slots, and the environment in which commands find its certificate.
 
     A run on it takes a third of what one takes that starts its own. Its workers have the environment of pytest, not
     that of the command: what ranks are to see goes into the configuration's `env`. The cluster must be free in the end.
@@ -165,16 +165,22 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     options = ("--name", "shared", "--ranks", "6", "--gpus", "0", "--idle-timeout", "600", "--json")
     up = cli("cluster", "up", *options, "--set", "cluster.start_timeout_s=200", timeout_s=220)
     assert up.rc == 0, up.stderr
-    tls = next(cli.folder.rglob("cert.pem")).parent  # commands of tests have a state folder of their own
+    folder = cli.folder / ".state" / "ddptrain" / "clusters" / "shared"
     files = {"CA_FILE": "cert.pem", "CLIENT__CERT": "cert.pem", "CLIENT__KEY": "key.pem"}
-    known = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(tls / file) for name, file in files.items()}
-    os.environ.update(known)
-    yield json.loads(up.stdout)["address"]
-    for name in known:
-        del os.environ[name]
+    tls = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": str(folder / file) for name, file in files.items()}
+    yield json.loads(up.stdout)["address"], tls
     status = json.loads(cli("cluster", "status", "shared", "--json").stdout)
     assert cli("cluster", "down", "shared", "--now").rc == 0
     assert not status["runs"], status
+
+
+@pytest.fixture
+def shared_cluster(running_cluster: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the running cluster, for runs of tests that are not about their cluster."""
+    address, tls = running_cluster
+    for name, value in tls.items():
+        monkeypatch.setenv(name, value)
+    return address
 
 
 @pytest.fixture

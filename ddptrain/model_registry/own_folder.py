@@ -13,9 +13,9 @@ from typing import BinaryIO
 from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.secure_files import require_own_folder
-from ddptrain.storage.sources import LocalFolder
 from ddptrain.storage.store import (
     Listed,
+    LocalFolder,
     Location,
     NoConditionalWrites,
     NotFound,

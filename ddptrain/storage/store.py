@@ -1,15 +1,21 @@
-"""What every store has: where it is, what it can do, and how it fails. The backends are in the other modules."""
+"""What every store has: where it is, what it can do, and how it fails; and folders of this machine.
+
+The other backends are in modules of their own.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
+import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
@@ -19,6 +25,7 @@ UNKNOWN_SIZE = -1
 OBJECT_STORES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 SMALL_BYTES = 64 << 20  # records, manifests, locks, pointers: another user may have written a huge object instead
 _READERS = 16
+_CHUNK_BYTES = 1 << 20
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 T = TypeVar("T")
 
@@ -208,6 +215,76 @@ class Source(ABC):
 
     def _too_large(self, key: str, limit_bytes: int) -> StoreError:
         return StoreError(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+
+
+class LocalFolder(Source):
+    """A folder of this machine. Symbolic links are followed; a folder is entered once."""
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+        self.folder = Path(location.url)
+
+    def listing(self, folder: str = "") -> Iterator[Listed]:
+        """See Source."""
+        if not self.folder.is_dir():
+            what = "is not a folder" if self.folder.exists() else "does not exist"
+            want = f"{self.location.setting} must be a folder with one folder of images for each class"
+            raise StoreMissing(f"{self.folder} {what}: {want}")
+
+        def refuse(error: OSError) -> None:
+            kind = StoreForbidden if isinstance(error, PermissionError) else StoreUnreachable
+            raise kind(f"{self.folder} can't be read: {error}") from error
+
+        root, entered = str(self.folder), set()
+        for place, folders, names in os.walk(str(self.folder / folder), onerror=refuse, followlinks=True):
+            state = os.stat(place)
+            if (state.st_dev, state.st_ino) in entered:  # links may lead in a circle
+                folders.clear()
+                continue
+            entered.add((state.st_dev, state.st_ino))
+            folders.sort()
+            prefix = "" if place == root else f"{place[len(root) + 1 :]}/"
+            for name in sorted(names):
+                with suppress(FileNotFoundError):  # a link to nothing
+                    about = os.stat(f"{place}/{name}")
+                    if stat.S_ISREG(about.st_mode):
+                        version = f"{about.st_mtime_ns:x}-{about.st_ino:x}"
+                        yield Listed(prefix + name, about.st_size, version, about.st_mtime)
+
+    def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
+        """See Source."""
+        try:
+            with self._open(key) as file:
+                file.seek(start)
+                data = file.read(-1 if limit_bytes is None else limit_bytes + 1)
+        except OSError as error:
+            raise self._read_error(key, error) from None
+        return self._limited(key, data, limit_bytes)
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """See Source."""
+        try:
+            with self._open(key) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+        except OSError as error:
+            raise self._read_error(key, error) from None
+
+    def _open(self, key: str) -> BinaryIO:
+        return (self.folder / key).open("rb")
+
+    def _read_error(self, key: str, error: OSError) -> StoreError:
+        """Return the error for a file that can't be read: it alone may be missing, or the whole folder."""
+        if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            kind = StoreForbidden if isinstance(error, PermissionError) else Transient
+            return kind(f"{self.folder / key} can't be read: {error}")
+        here = f"on {socket.gethostname()}"
+        if not os.path.isdir(self.folder):
+            return StoreMissing(f"the folder {self.folder} does not exist {here}: every rank must be able to read it")
+        with suppress(OSError):
+            if not os.listdir(self.folder):  # an empty mount point
+                return StoreMissing(f"the folder {self.folder} is empty {here}: is its file system mounted?")
+        return NotFound(key)
 
 
 class Store(Source):

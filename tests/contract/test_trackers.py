@@ -50,10 +50,11 @@ def train(project: Project, cluster: str, env: dict[str, str], mode: str = "rank
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory, shared_cluster: str) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory, running_cluster: tuple[str, dict[str, str]]) -> Path:
     """The directory of a run that was recorded offline; to be copied."""
     folder = tmp_path_factory.mktemp("recorded")
-    return train(Project(folder, Cli(folder)), shared_cluster, {"WANDB_MODE": "offline"})
+    address, tls = running_cluster
+    return train(Project(folder, Cli(folder)), address, {"WANDB_MODE": "offline", **tls})
 
 
 @pytest.fixture

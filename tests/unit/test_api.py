@@ -105,7 +105,7 @@ def test_wrong_configuration_raises_here_with_its_problems(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"output": "quiet"}, "output is auto, live, plain, json or none, not 'quiet'"),
+        ({"output": "quiet"}, "output is auto, plain, json or none, not 'quiet'"),
         ({"params": ["epochs"]}, r"params is a dict, not \['epochs'\]"),
     ],
 )

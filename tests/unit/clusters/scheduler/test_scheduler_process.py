@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import distributed.scheduler
-import psutil
 import pytest
 from distributed import Client
 
+from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.scheduler import slots
 from ddptrain.clusters.scheduler.scheduler_process import drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
+from ddptrain.clusters.status import call
 
 START_S = 60.0
 END_S = 60.0
@@ -117,13 +118,6 @@ def test_scheduler_tells_where_it_listens_in_a_private_file_that_goes_with_it(st
     assert "WARNING" not in scheduler.log.read_text()
 
 
-def test_scheduler_listens_on_loopback_only_unless_told_otherwise(start: Callable[..., Started]) -> None:
-    scheduler = start()
-    scheduler.card()
-    listening = psutil.Process(scheduler.process.pid).net_connections("tcp")
-    assert {item.laddr.ip for item in listening if item.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
-
-
 def test_folder_that_dask_adds_to_the_import_path_is_in_a_private_one_that_goes_with_the_scheduler(
     start: Callable[..., Started],
 ) -> None:
@@ -154,27 +148,25 @@ def test_connected_driver_keeps_the_scheduler_up(start: Callable[..., Started]) 
     assert scheduler.process.wait(END_S) == 0
 
 
+def test_calls_of_cluster_up_keep_the_scheduler_up(
+    start: Callable[..., Started],
+) -> None:
+    scheduler = start("--idle-timeout", str(2 * IDLE_S))
+    target = Target(scheduler.card()["address"], own_security(scheduler.folder))
+    deadline = time.monotonic() + 4 * IDLE_S
+    while time.monotonic() < deadline:
+        asyncio.run(call(target, 10.0, slots.overview, counts=True))
+    assert not scheduler.has_ended()
+    asyncio.run(call(target, 10.0, slots.overview))  # as of `cluster status`, which does not count
+    assert scheduler.process.wait(END_S) == 0
+
+
 def test_client_that_shuts_the_scheduler_down_is_named_as_the_reason(start: Callable[..., Started]) -> None:
     scheduler = start()
     with client_of(scheduler) as client:
         client.shutdown()
     assert scheduler.process.wait(END_S) == 0
     assert "shut it down" in json.loads((scheduler.folder / "ended.json").read_text())["reason"]
-
-
-def test_scheduler_with_a_certificate_takes_only_those_who_have_it(
-    start: Callable[..., Started], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    scheduler = start()
-    address = scheduler.card()["address"]
-    with client_of(scheduler) as client:
-        assert client.run_on_scheduler(slots.overview) == {"workers": [], "runs": [], "waiting": []}
-    other = tmp_path_factory.mktemp("other")
-    make_tls(other)
-    with pytest.raises(OSError, match=r"certificate verify failed|Timed out|TLS"):
-        Client(address, set_as_default=False, timeout=1, security=own_security(other))
-    with pytest.raises(OSError, match=r"Timed out|reset|closed"):
-        Client(address.replace("tls://", "tcp://"), set_as_default=False, timeout=1)
 
 
 # --- Silent workers are dropped by a clock that nobody sets. ---

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-import ddptrain
-from ddptrain.errors import TrainingFailed, UsageError
+from ddptrain.errors import TrainingFailed
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import BestRecord, FailureRecord, ProgressRecord, RunRecord
-from ddptrain.results.show.live_table import LiveTable, in_notebook, run_table_html
+from ddptrain.results.show.live_table import LiveTable, run_table_html
 from ddptrain.run_handle import Run
 
 
@@ -76,12 +75,6 @@ def test_watch_prints_lines_elsewhere_and_raises_the_failure(
     with pytest.raises(TrainingFailed, match="rank 1 on h: ValueError: no"):
         Run("r-3", str(run_dir)).watch()
     assert capsys.readouterr().out == "epoch 1\n"
-
-
-def test_live_output_needs_a_notebook() -> None:
-    assert not in_notebook()
-    with pytest.raises(UsageError, match='output="live" needs a Jupyter notebook'):
-        ddptrain.launch("petnames", output="live")
 
 
 def test_table_has_the_end_and_escapes_texts(tmp_path: Path) -> None:
