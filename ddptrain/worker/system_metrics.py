@@ -233,27 +233,33 @@ class GpuReader:
 class MemoryWatch:
     """Made when a rank starts; after SIGKILL, finds out whether the kernel has killed the rank for its memory.
 
-    The kernel counts such kills in the file memory.events of the rank's control group (version 2), and of those above
-    it.
+    The kernel counts such kills in a file of the rank's control group, and version 2 those of the groups below it, too.
     """
 
     def __init__(self, pid: int, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
-        lines = text_or_empty(proc / str(pid) / "cgroup").splitlines()
-        path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-        folders = [folder for folder in (root / path, *(root / path).parents) if folder.is_relative_to(root)]
-        self._groups = [folder for folder in folders if (folder / "memory.events").exists()]
+        self._events, self._limit, self._groups = "memory.events", "memory.max", list[Path]()
+        for line in text_or_empty(proc / str(pid) / "cgroup").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            top = root / controllers
+            if controllers:  # version 1
+                self._events, self._limit = "memory.oom_control", "memory.limit_in_bytes"
+            group = top / path.lstrip("/")
+            folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
+            self._groups += [folder for folder in folders if (folder / self._events).exists()]
         self._kills = self._oom_kills()
 
     def explain_kill(self) -> str:
         """Return why the kernel ended the rank; "" if it was not for its memory."""
         if self._oom_kills() == self._kills:
             return ""
-        limits = [text_or_empty(folder / "memory.max").strip() for folder in self._groups]
-        limit = min((int(text) for text in limits if text.isdigit()), default=None)
+        limits = [text_or_empty(folder / self._limit).strip() for folder in self._groups]
+        limit = min((int(text) for text in limits if text.isdigit() and int(text) < 1 << 62), default=None)
         if limit is None:
             return "out of memory (the host's)"
         return f"out of memory (the memory limit of {limit / (1 << 30):.1f} GiB of its control group)"
 
     def _oom_kills(self) -> str:
-        lines = text_or_empty(self._groups[0] / "memory.events").splitlines() if self._groups else []
+        lines = text_or_empty(self._groups[0] / self._events).splitlines() if self._groups else []
         return next((line for line in lines if line.startswith("oom_kill ")), "")
