@@ -46,8 +46,9 @@ def man_page() -> str:
         roff(command.help or ""),
         ".SH COMMANDS",
     ]
+    root = command.make_context(PROGRAM, ["--help"], resilient_parsing=True)  # its settings hold for all commands
     for path, each in _commands(command, ()):
-        lines += _described(path, each)
+        lines += _described(path, each, root)
     lines += [".SH EXIT STATUS", *_terms({"0": "succeeded", **_titles()})]
     lines += [".SH ENVIRONMENT", *_terms(_ENVIRONMENT), ".SH FILES", *_terms(_FILES)]
     lines += [
@@ -66,8 +67,8 @@ def _commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
             yield from _commands(each, (*path, name))
 
 
-def _described(path: tuple[str, ...], command: Any) -> Iterator[str]:
-    context = command.make_context(path[-1], [], resilient_parsing=True)
+def _described(path: tuple[str, ...], command: Any, root: Any) -> Iterator[str]:
+    context = command.make_context(path[-1], [], parent=root, resilient_parsing=True)
     usage = " ".join(command.collect_usage_pieces(context))
     yield f'.SS "{PROGRAM} {roff(" ".join(path))} {roff(usage)}"'
     for number, paragraph in enumerate((command.help or "").split("\n\n")):
