@@ -263,7 +263,7 @@ def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(pol
     assert (record["status"], record["failure"]["kind"]) == ("preempted", "preempted")
     assert "result" not in record or record["result"] is None
     saved = record["checkpoints"][0]
-    assert f"checkpoint {saved} is saved, continue with --resume polled" in ended.stderr
+    assert re.search(rf"{saved} is (saved|\d.* older), continue with --resume polled", ended.stderr), ended.stderr
     resumed = poller.train("--resume", "auto", then="return")
     assert resumed.rc == 0, resumed.stderr
     assert f"begins after step {saved.removeprefix('step-')}" in resumed.stdout

@@ -140,7 +140,7 @@ def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer)
     running.finish()
     refused = trainer.train("--resume", "night", epochs=5, die_in=3, how="wait", wait_for=go)
     assert refused.rc == 2
-    assert "params.epochs 4, its default (now 5)" in refused.stderr
+    assert "params.epochs not given (now 5)" in refused.stderr
     resumed = trainer.train("--resume", "night", die_in=3, how="wait", wait_for=go)
     assert resumed.rc == 0, resumed.stderr
     assert "continuing run night, which failed (the driver has ended without a result (killed?))" in resumed.stderr
@@ -163,7 +163,7 @@ def test_auto_resumes_what_failed_and_starts_afresh_after_a_success(trainer: Tra
     assert (
         other.rc == 0
         and "starting a new run: run " in other.stderr
-        and "params.die_in 3 (now 0, its default)" in other.stderr
+        and "params.die_in 3 (now not given)" in other.stderr
     )
 
 
@@ -237,7 +237,7 @@ def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None
     assert (detached.rc, detached.stdout) == (0, "nightly\n") and "nothing left to do" in detached.stderr
     assert trainer.record("nightly") == record
     further = trainer.train(*command, "--allow-changes", epochs=5, die_in=3)
-    assert further.rc == 0 and "with params.epochs 4, its default (now 5)" in further.stderr
+    assert further.rc == 0 and "with params.epochs not given (now 5)" in further.stderr
     assert "resuming with the checkpoint of step 4, epoch 4" in further.stderr
     assert os.listdir(trainer.cli.folder / "runs") == ["nightly"]
 

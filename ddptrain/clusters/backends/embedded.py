@@ -44,8 +44,9 @@ class EmbeddedCluster(Cluster):
         """Start the worker process, which starts its rank server. Both import modules while the driver continues."""
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
-        command += ["--gpus", ",".join(self.gpus), "--scratch", str(self.scratch.resolve())]
-        command += ["--tls-dir", str(self.scratch.resolve())]
+        scratch = self.scratch.resolve()
+        command += ["--gpus", ",".join(self.gpus), "--tls-dir", str(scratch)]
+        command += ["--scratch", str(scratch / "worker")]  # a worker deletes it when it ends: it is not that of the key
         with self.worker_log.open("ab") as log:
             self._worker = subprocess.Popen(
                 command,
