@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     received: list[int] = []
     _handle_signals(lambda number, _: received.append(number), owned=owned)
     scratch = _scratch(options.scratch, owned=owned)
-    servers = _RankServers(scratch)
+    servers = _RankServers(scratch, options.tls_dir if owned else None)
     servers.start()  # first, because the server imports torch for two seconds; meanwhile this process imports Dask
 
     def end(*_: object) -> NoReturn:  # not an exception: any import may catch it
@@ -86,8 +86,9 @@ def _handle_signals(handler: Callable[[int, FrameType | None], object], *, owned
 class _RankServers:
     """The rank servers of this worker: the first one, and those that replaced a server that had died."""
 
-    def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
+    def __init__(self, scratch: Path, drivers: Path | None = None) -> None:
+        """`drivers`: the folder of the driver that has started this worker, with its key."""
+        self.scratch, self.drivers, self.parent = scratch, drivers, os.getppid()
         self.all: list[RankServerClient] = []
 
     def start(self) -> RankServerClient:
@@ -145,6 +146,8 @@ def _clean_up(servers: _RankServers) -> None:
     servers.close()
     if all(server.wait(deadlines.SERVER_END_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
+    if servers.drivers is not None and os.getppid() != servers.parent:  # the driver was killed
+        shutil.rmtree(servers.drivers, ignore_errors=True)
 
 
 def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -> None:
