@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from ddptrain import __version__
 from ddptrain.cli import options as opt
 from ddptrain.cli.parser import Commands, RootGroup
 from ddptrain.cli.printing import say
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, limit_error, one_line
+from ddptrain.version import __version__
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

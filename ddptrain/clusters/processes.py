@@ -27,11 +27,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ddptrain import __version__
 from ddptrain.clusters.security import write_private, write_private_json
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append, text_or_empty
 from ddptrain.host_identity import HostId, this_host
+from ddptrain.version import __version__
 
 FOLDER, PYTHON, ADDRESS = "{folder}", "{python}", "{address}"
 _HOST_FILE = "host.json"

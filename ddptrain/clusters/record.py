@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddptrain import __version__
 from ddptrain.clusters.processes import Relation, is_loopback, relation, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.sections.clusters import ClusterConfig
@@ -25,6 +24,7 @@ from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError, one_line
 from ddptrain.file_ops import is_at, make_private, try_lock
 from ddptrain.host_identity import HostId, this_host
+from ddptrain.version import __version__
 
 _RECORD = "cluster.json"
 _LOCK_PATIENCE_S = 1.0  # `is_locked` in another process holds the lock for a moment

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain import __version__
 from ddptrain.clusters import record as records
 from ddptrain.clusters.processes import Relation
 from ddptrain.clusters.record import ClusterRecord
@@ -15,6 +14,7 @@ from ddptrain.clusters.security import own_security
 from ddptrain.config.sections.clusters import provider_class
 from ddptrain.config.types import is_scheduler_file
 from ddptrain.errors import ClusterError
+from ddptrain.version import __version__
 
 if TYPE_CHECKING:
     from distributed import Security

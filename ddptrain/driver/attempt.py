@@ -25,16 +25,16 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from ddptrain.driver import fault as failure_fault
 from ddptrain.driver import inbox
-from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind, find_root_cause
-from ddptrain.driver.failure.hang import Inquiry
-from ddptrain.driver.failure.run_end import describe_fault, was_sent
-from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
+from ddptrain.driver.fault import Fault, FaultKind, find_root_cause
+from ddptrain.driver.hang import Inquiry
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.run_end import describe_fault, was_sent
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
+from ddptrain.driver.watchdog import Hang, Watchdog, is_stacks_file
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log

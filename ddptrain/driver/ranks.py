@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver import fault as failure_fault
+from ddptrain.driver.fault import Fault
 from ddptrain.errors import DdptrainError
 from ddptrain.host_identity import file_view
 from ddptrain.protocol import events

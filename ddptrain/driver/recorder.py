@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import listed, nearest, shorten
 from ddptrain.driver.display.facts import Pace
-from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.fault import Fault
 from ddptrain.driver.observers import RunObserver
 from ddptrain.log import Log
 from ddptrain.protocol import events

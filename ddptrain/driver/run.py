@@ -29,7 +29,10 @@ from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_f
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display, summary
-from ddptrain.driver.failure.run_end import (
+from ddptrain.driver.inbox import Inbox, ResultsLost
+from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.run_end import (
     RestartPolicy,
     RunEnd,
     describe_fault,
@@ -37,9 +40,6 @@ from ddptrain.driver.failure.run_end import (
     judge_error,
     name_stop_command,
 )
-from ddptrain.driver.inbox import Inbox, ResultsLost
-from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
-from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup, check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
@@ -405,10 +405,10 @@ class Run:
     ) -> AttemptEnd:
         """Start the ranks, and watch them until all have ended."""
         from ddptrain.driver.attempt import Attempt, AttemptLoop, now
-        from ddptrain.driver.failure.watchdog import new_watchdog
         from ddptrain.driver.output import RankOutput
         from ddptrain.driver.ranks import Rank
         from ddptrain.driver.transfer.transfer_queue import TransferQueue
+        from ddptrain.driver.watchdog import new_watchdog
 
         ranks = [Rank(spec, place) for spec, place in zip(specs, places, strict=True)]
         logs = [self.writer.layout.log(place.rank) for place in places]

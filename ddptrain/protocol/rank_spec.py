@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-from ddptrain import __version__
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
+from ddptrain.version import __version__
 
 LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddptrain import __version__, file_ops, log
+from ddptrain import file_ops, log
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.secure_files import open_to_append
+from ddptrain.version import __version__
 
 MAX_BYTES = 8 << 20  # a larger file is renamed to ddptrain.log.1, which replaces an older ddptrain.log.1
 

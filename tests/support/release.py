@@ -26,7 +26,7 @@ from tests.support.release_wheel import archive_problems
 ROOT = Path(__file__).parents[2]
 _SECTION = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\S+))?$", re.MULTILINE)
 NEEDED_FILES = (
-    "ddptrain/__init__.py",
+    "ddptrain/version.py",
     "ddptrain/configs/petnames.yaml",
     "ddptrain/py.typed",
 )
@@ -35,7 +35,7 @@ UNWANTED_FOLDERS = ("tests/", "docs/", "runs/", ".ci/")
 
 def version_of_the_package() -> str:
     """`ddptrain.__version__`, without an import of the package."""
-    source = (ROOT / "ddptrain" / "__init__.py").read_text(encoding="utf-8")
+    source = (ROOT / "ddptrain" / "version.py").read_text(encoding="utf-8")
     (found,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     return str(found)
 

@@ -50,7 +50,7 @@ def test_run_attempt_and_rank_stand_before_the_message_and_other_fields_behind(l
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("ddptrain.driver.failure.fault", "driver"),
+        ("ddptrain.driver.fault", "driver"),
         ("ddptrain.clusters.lifecycle", "clusters"),
         ("ddptrain.rank-server", "rank-server"),
         ("ddptrain", "ddptrain"),

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ddptrain import __version__
 from ddptrain.clusters.processes import ADDRESS, FOLDER, PYTHON, is_loopback
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
@@ -24,6 +23,7 @@ from ddptrain.clusters.security import CERT_FILE, KEY_FILE
 from ddptrain.config.sections.clusters import ClusterConfig, SshSettings
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.version import __version__
 
 _A = TypeVar("_A")
 _AT_ONCE = 9  # parallel ssh calls: the sshd of a jump host drops more than 10 simultaneous logins

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ddptrain import __version__
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import UsageError
 from ddptrain.reports.html.render import render_page
@@ -20,6 +19,7 @@ from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import finite_number
 from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
+from ddptrain.version import __version__
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs
 _ID_CHARACTERS = 120

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
 from ddptrain.results.lookup import RunView

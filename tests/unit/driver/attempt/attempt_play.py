@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from ddptrain.driver import inbox
 from ddptrain.driver.attempt import Attempt, Moment
-from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.failure.watchdog import Watchdog
+from ddptrain.driver.fault import Fault
 from ddptrain.driver.output import Take
+from ddptrain.driver.watchdog import Watchdog
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.news import News, RankExit, RankNews

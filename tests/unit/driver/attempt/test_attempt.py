@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ddptrain.driver import inbox
-from ddptrain.driver.failure.fault import FaultKind
+from ddptrain.driver.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.news import News, RankExit, RankNews

@@ -18,12 +18,12 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver import inbox as messages
 from ddptrain.driver.attempt import Attempt, AttemptLoop, now
 from ddptrain.driver.display.display import Display, open_display
-from ddptrain.driver.failure.fault import FaultKind
-from ddptrain.driver.failure.watchdog import new_watchdog
+from ddptrain.driver.fault import FaultKind
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import Rank, RankPlace
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.watchdog import new_watchdog
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.news import News, RankExit, RankNews

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ddptrain.config.run_config import FailureConfig
-from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.run_end import Restart, RestartPolicy
+from ddptrain.driver import fault as failure_fault
+from ddptrain.driver.fault import Fault, FaultKind
 from ddptrain.driver.ranks import AttemptEnd
 from ddptrain.driver.recorder import STEPS, SlowRanks
+from ddptrain.driver.run_end import Restart, RestartPolicy
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes

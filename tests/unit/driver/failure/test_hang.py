@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.hang import diagnose
+from ddptrain.driver.fault import Fault, FaultKind
+from ddptrain.driver.hang import diagnose
 from ddptrain.driver.ranks import Rank, Signs
 from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in

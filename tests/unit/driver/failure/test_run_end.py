@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.run_end import RunEnd, judge_attempt, judge_error, name_stop_command
+from ddptrain.driver.fault import Fault, FaultKind
 from ddptrain.driver.ranks import AttemptEnd, Rank
+from ddptrain.driver.run_end import RunEnd, judge_attempt, judge_error, name_stop_command
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter

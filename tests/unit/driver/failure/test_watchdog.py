@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.watchdog import Hang, new_watchdog
+from ddptrain.driver.watchdog import Hang, new_watchdog
 from ddptrain.protocol import events
 from tests.unit.driver.attempt.ranks import running
 

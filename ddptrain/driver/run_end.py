@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ddptrain.driver.failure.fault import LOSSES, FaultKind, format_ranks
+from ddptrain.driver.fault import LOSSES, FaultKind, format_ranks
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error, one_line
 from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus, root_cause
 from ddptrain.text_tables import duration
 
 if TYPE_CHECKING:
     from ddptrain.config.run_config import FailureConfig
-    from ddptrain.driver.failure.fault import Fault
+    from ddptrain.driver.fault import Fault
     from ddptrain.driver.ranks import AttemptEnd, Rank
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.run_writer import RunWriter

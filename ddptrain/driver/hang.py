@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks, returned_early
-from ddptrain.driver.failure.watchdog import Hang, Watchdog, silent_s
+from ddptrain.driver.fault import Fault, FaultKind, format_ranks, returned_early
 from ddptrain.driver.ranks import Rank, Signs
+from ddptrain.driver.watchdog import Hang, Watchdog, silent_s
 from ddptrain.protocol.events import FRAME, ctx_method, users_frame, waits_in
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 

@@ -1,1 +1,0 @@
-"""What went wrong: the root cause, hangs, restarts, and how a run ends."""
