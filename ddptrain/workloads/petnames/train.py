@@ -89,7 +89,7 @@ def train(ctx: RankContext, **params: Any) -> None:
                 metrics["val/loss"] = mean_loss(ctx, model, held_out, report)
         ctx.log({**metrics, "samples": epoch * rows, "samples_per_s": rate}, step=step, epoch=epoch)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        ctx.say(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {unit}/s in each rank")
+        ctx.say(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {unit}/s")
         ctx.checkpoint(step=step, epoch=epoch, metrics=metrics, last=epoch == settings.epochs, **state)
     if ctx.rank == 0:
         log_examples(ctx, model, split, settings.seed, step)
