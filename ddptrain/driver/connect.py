@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import dask
@@ -52,8 +52,12 @@ class Session:
 def open_session(cluster: Cluster, config: RunConfig, tell: Callable[[str], None]) -> Iterator[Session]:
     """Connect to the cluster, and disconnect at the end of the block. Raises ClusterError."""
     target = cluster.connect()
-    with connected(target, config.cluster.start_timeout_s, tell, config.failure.lost_after_s) as client:
+    client = connected(target, config.cluster.start_timeout_s, tell, config.failure.lost_after_s)
+    try:
         yield Session(client, target, ClusterNews(client))
+    finally:
+        with suppress(Exception):  # Dask raises any type while a connection breaks; the run has its own end
+            client.close()
 
 
 def connected(
