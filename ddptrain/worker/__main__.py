@@ -86,9 +86,9 @@ def _handle_signals(handler: Callable[[int, FrameType | None], object], *, owned
 class _RankServers:
     """The rank servers of this worker: the first one, and those that replaced a server that had died."""
 
-    def __init__(self, scratch: Path, drivers: Path | None = None) -> None:
-        """`drivers`: the folder of the driver that has started this worker, with its key."""
-        self.scratch, self.drivers, self.parent = scratch, drivers, os.getppid()
+    def __init__(self, scratch: Path, driver_folder: Path | None = None) -> None:
+        """`driver_folder`: where the driver that has started this worker keeps its key."""
+        self.scratch, self.driver_folder, self.parent = scratch, driver_folder, os.getppid()
         self.all: list[RankServerClient] = []
 
     def start(self) -> RankServerClient:
@@ -146,8 +146,8 @@ def _clean_up(servers: _RankServers) -> None:
     servers.close()
     if all(server.wait(deadlines.SERVER_END_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
-    if servers.drivers is not None and os.getppid() != servers.parent:  # the driver was killed
-        shutil.rmtree(servers.drivers, ignore_errors=True)
+    if servers.driver_folder is not None and os.getppid() != servers.parent:  # the driver was killed
+        shutil.rmtree(servers.driver_folder, ignore_errors=True)
 
 
 def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -> None:

@@ -76,7 +76,7 @@ def _rate(name: str, ours: str, peer: str, peer_name: str, bound: float, what: s
     return Row(name, "images/s", *sources, peer_name, Goal("ratio", ">=", bound), what)
 
 
-_INTO = "JPEGs of 500 x 375 from S3 on loopback into ready batches of 224 x 224, augmented, 1 rank, 1 decode process"
+_INTO = "JPEGs of 500 x 375 from S3 on loopback into ready batches of 224 x 224, augmented, 1 rank, 2 workers"
 EXPERIMENT = Experiment(
     rows=(
         _rate("images-folder", "images", "s3-image-folder", "S3ImageFolder in a DataLoader, 1 worker", 5, _INTO),

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 SIZE, BATCH, SEED, WORKERS = 224, 64, 7, 2
+LISTING = """
+import json, pathlib, sys
+from ddptrain.workloads.images.data.listing import prepare
+prepare(json.loads(sys.argv[2]), pathlib.Path(sys.argv[1]), lambda _: None)
+"""
 
 
 def from_s3(source: str, options: dict[str, Any]) -> Iterator[int]:
@@ -21,16 +28,16 @@ def from_s3(source: str, options: dict[str, Any]) -> Iterator[int]:
     import torch
 
     from ddptrain.rank.loader import make_loader
-    from ddptrain.storage.store import Location
-    from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
+    from ddptrain.workloads.images.data.manifest import Manifest
     from ddptrain.workloads.images.loader.batches import Images
     from ddptrain.workloads.images.params import ImagesParams
 
-    location = Location(source, options)
-    settings = ImagesParams(
-        source=source, source_options=options, train_pct=1.0, epochs=1, image_size=SIZE, batch_size=BATCH, seed=SEED
-    )
-    listed = make_manifest(ImageSource(list_images(location)), settings, location)
+    params: dict[str, Any] = {"source": source, "source_options": options, "train_pct": 1.0, "image_size": SIZE}
+    settings = ImagesParams(**params, epochs=1, batch_size=BATCH, seed=SEED)
+    with tempfile.TemporaryDirectory() as folder:
+        # As the command does it, in a process of its own: one that has read from a store can't be forked.
+        subprocess.run([sys.executable, "-c", LISTING, folder, json.dumps(params)], check=True)
+        listed = Manifest.read(Path(folder))
     data = Images(listed, listed.train, settings, settings.augmentation, requests=settings.requests // WORKERS)
     how: Any = {"shuffle": True, "drop_last": False, "with_epoch": True, "collate_fn": lambda batch: batch}
     workers: Any = {"num_workers": WORKERS, "multiprocessing_context": "fork", "prefetch_factor": 3}
