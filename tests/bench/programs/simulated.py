@@ -19,11 +19,11 @@ def workload(ctx: Any, folder: str, events_per_s: float, seconds: float) -> None
 
 def install() -> None:
     """Put stand-ins in the place of the modules with which a rank server imports torch and runs ranks."""
-    warmup, process, torch = (ModuleType(name) for name in ("warmup", "rank_process", "torch.distributed"))
+    warmup, lifecycle, torch = (ModuleType(name) for name in ("warmup", "lifecycle", "torch.distributed"))
     warmup.import_everything = lambda: None  # type: ignore[attr-defined]
-    process.read_spec, process.run_rank = _read_spec, _run_rank  # type: ignore[attr-defined]
+    lifecycle.read_spec, lifecycle.run_rank = _read_spec, _run_rank  # type: ignore[attr-defined]
     torch.TCPStore = lambda *_, **__: None  # type: ignore[attr-defined]
-    sys.modules |= {"ddptrain.rank.warmup": warmup, "ddptrain.rank.rank_process": process}
+    sys.modules |= {"ddptrain.rank.warmup": warmup, "ddptrain.rank.lifecycle": lifecycle}
     sys.modules |= {"torch": torch, "torch.distributed": torch}
 
 
