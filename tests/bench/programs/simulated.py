@@ -20,11 +20,18 @@ def workload(ctx: Any, folder: str, events_per_s: float, seconds: float) -> None
 def install() -> None:
     """Put stand-ins in the place of the modules with which a rank server imports torch and runs ranks."""
     warmup, lifecycle, torch = (ModuleType(name) for name in ("warmup", "lifecycle", "torch.distributed"))
-    warmup.import_everything = lambda: None  # type: ignore[attr-defined]
+    warmup.import_everything = _import_what_ranks_need  # type: ignore[attr-defined]
     lifecycle.read_spec, lifecycle.run_rank = _read_spec, _run_rank  # type: ignore[attr-defined]
     torch.TCPStore = lambda *_, **__: None  # type: ignore[attr-defined]
     sys.modules |= {"ddptrain.rank.warmup": warmup, "ddptrain.rank.lifecycle": lifecycle}
     sys.modules |= {"torch": torch, "torch.distributed": torch}
+
+
+def _import_what_ranks_need() -> None:
+    """Import before the forks, as a real rank server does."""
+    from ddptrain.protocol import events, rank_spec
+
+    assert events.__name__ and rank_spec.__name__
 
 
 def _read_spec(fd: int) -> Any:
