@@ -22,6 +22,8 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, An
 
 
 COMMANDS = dict(commands(get_command(app)))
+# A command keeps its --help as the first context makes it: without the root's settings it would have no -h for others.
+ROOT = get_command(app).make_context("ddptrain", ["--help"], resilient_parsing=True)
 
 
 def test_every_command_has_examples() -> None:
@@ -33,13 +35,13 @@ def test_examples_are_accepted_by_the_parser(name: str) -> None:
     for line in COMMANDS[name].examples:
         assert line == f"ddptrain {name}" or line.startswith(f"ddptrain {name} ")
         words = shlex.split(line.removeprefix(f"ddptrain {name}").partition(" > ")[0])
-        COMMANDS[name].make_context(name, words).close()
+        COMMANDS[name].make_context(name, words, parent=ROOT).close()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_usage_names_arguments_in_capitals_with_brackets_around_optional_ones(name: str) -> None:
     command = COMMANDS[name]
-    usage = " ".join(command.collect_usage_pieces(command.context_class(command)))
+    usage = " ".join(command.collect_usage_pieces(command.context_class(command, parent=ROOT)))
     argument = r"[A-Z|@]+(\[@ALIAS\|@VERSION\])?"
     assert re.fullmatch(rf"\[OPTIONS\]( (-- )?({argument}|\[(-- )?[-+A-Z|]+\])(\.\.\.)?)*", usage), usage
 
