@@ -52,7 +52,7 @@ from ddptrain.retrain.promotion import decide, outcome
 from ddptrain.retrain.start import RetrainOptions, Start
 
 if TYPE_CHECKING:
-    from ddptrain.reports.report import StageReport
+    from ddptrain.reports.facts import StageReport
 
 
 _log = Log(__name__)
@@ -478,7 +478,7 @@ def report_end(start: Start, end: RetrainRecord) -> None:
     reporting = start.options.reporting
     if reporting is None or not reporting.destinations.are_wanted:
         return
-    from ddptrain.reports.report import RunReport
+    from ddptrain.reports.facts import RunReport
 
     report = RunReport(
         name=start.resolved.config.name,
@@ -508,7 +508,7 @@ def _run_to_report(start: Start, run_id: str) -> RunView | None:
 
 def _stages(start: Start, end: RetrainRecord) -> list[StageReport]:
     """Return all stages: those of this start, those of an earlier one, and those that were not reached."""
-    from ddptrain.reports.report import StageReport
+    from ddptrain.reports.facts import StageReport
 
     shown = {each["stage"]: each for each in start.out.stages}
     may_fail, stages = end.status == RetrainStatus.FAILED, []
