@@ -112,8 +112,8 @@ _REMOVED = {
         )
     },
     "sweep.seed": "write sweep.search: {tpe: {seed: 1}}",
-    "failure.slow": "leave it out; a slow rank is always named, and stays where it is",
-    "failure.slow_factor": "leave it out; a slow rank is named if the others wait for it for a fifth of each step",
+    "failure.slow": "leave it out; ranks are not compared any more",
+    "failure.slow_factor": "leave it out; ranks are not compared any more",
 }
 # Follow-up errors of a field that has an error of its own.
 _CONSEQUENCES = {"default_factory_not_called"}

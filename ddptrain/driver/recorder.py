@@ -6,9 +6,7 @@ import dataclasses
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median
 from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
@@ -18,16 +16,13 @@ from ddptrain.driver.fault import Fault
 from ddptrain.driver.observers import RunObserver
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.protocol.events import StepTimes
 from ddptrain.protocol.news import SystemSample
 from ddptrain.results.run_record import (
     EnvironmentValue,
     NotFiniteRecord,
     ProgressRecord,
     RankRecord,
-    SlowRankRecord,
     as_json_data,
-    utc_now,
 )
 from ddptrain.results.run_writer import RunWriter
 
@@ -69,8 +64,6 @@ class Recorder:
         self._logged: set[str] = set()
         self._failed = False  # a rank has failed in this attempt, and not as a consequence
         self._shown: Fault | None = None  # the root cause, if it was shown
-        self._slow_ranks: SlowRanks | None = None
-        self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Write a line of events.jsonl, and pass it on."""
@@ -173,8 +166,6 @@ class Recorder:
                 self.event("epochs", total=total, epoch=event.epoch)
             case events.Tracked():
                 self._tracked(rank, event)
-            case events.StepTimes():
-                self._step_times(rank, event)
             case events.Timed():
                 fields = {"activity": shorten(event.activity), "seconds": event.seconds}
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
@@ -255,7 +246,6 @@ class Recorder:
     def attempt_over(self) -> None:
         """Prepare for another attempt."""
         self._failed, self._shown, self._is_finite = False, None, True
-        self._slow_ranks, self._is_slow_shown = None, False
         self._paces.clear()
         self.writer.set_progress(None)
 
@@ -269,21 +259,6 @@ class Recorder:
         """Record and show the use of a host and its ranks."""
         self.writer.system(sample)
         self._pass({"event": "system", "sample": sample})
-
-    def _step_times(self, rank: int, step: events.StepTimes) -> None:
-        """Record and show, once in an attempt, that a rank is slow."""
-        attempt = self.writer.record.attempts[-1]
-        if self._is_slow_shown or self._failed or not attempt.ranks:
-            return
-        self._slow_ranks = self._slow_ranks or SlowRanks(len(attempt.ranks))
-        if (slow := self._slow_ranks.after(rank, step)) is None:
-            return
-        self._is_slow_shown = True
-        host, gpu, number = attempt.ranks[slow.rank].host, attempt.ranks[slow.rank].gpu, attempt.attempt
-        entry = dataclasses.replace(slow, attempt=number, host=host, gpu=gpu, found_at=utc_now())
-        self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, entry))
-        self.event("slow_rank", **dataclasses.asdict(entry))
-        self.warn(entry.description)
 
     def stored(self, rank: int, path: str, step: int | None) -> None:
         """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
@@ -332,35 +307,3 @@ def _fields(event: events.Event) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if name != "time_ns"} | {
         "rank_time_ns": event.time_ns
     }
-
-
-# --- the rank that the others wait for, from the times that DDP measures ---
-
-
-STEPS = 5  # of each rank
-_MIN_SHARE = 0.2  # of a step
-_LONGER = 1.1  # times the median of the other ranks
-
-
-class SlowRanks:
-    """The last measured steps of all ranks."""
-
-    def __init__(self, world_size: int) -> None:
-        self._steps: list[deque[StepTimes]] = [deque(maxlen=STEPS) for _ in range(world_size)]
-
-    def after(self, rank: int, step: StepTimes) -> SlowRankRecord | None:
-        """Return the slow rank after another step of a rank, without its place; None if there is none."""
-        self._steps[rank].append(step)
-        if any(len(steps) < STEPS for steps in self._steps):
-            return None
-        waits = [sorted(step.waited_s for step in steps) for steps in self._steps]
-        slow = min(range(len(waits)), key=lambda each: median(waits[each]))
-        others = [each for each in range(len(waits)) if each != slow]
-        waited_s = median(waits[each][1] for each in others) - waits[slow][-2]
-        if waited_s < _MIN_SHARE * median(step.step_s for step in self._steps[slow]):
-            return None
-        own = [median(step.step_s - step.waited_s for step in steps) for steps in self._steps]
-        compute = [median(step.compute_s for step in steps) for steps in self._steps]
-        computes = compute[slow] > _LONGER * median(compute[each] for each in others)
-        times = round(own[slow], 6), round(median(own[each] for each in others), 6)
-        return SlowRankRecord(rank=slow, own_s=times[0], median_s=times[1], computes=computes)

@@ -312,20 +312,6 @@ class Timed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes(Event):
-    """A step that DDP has measured, in seconds.
-
-    step_s: the mean duration since the measured step before. compute_s: the forward and the backward pass. waited_s:
-    from the end of the backward pass to the end of the gradient exchange, in which the rank waits for other ranks.
-    """
-
-    kind: ClassVar[str] = "step_times"
-    step_s: float
-    compute_s: float
-    waited_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Note(Event):
     """A message for the user, of level "info" or "warning"."""
 

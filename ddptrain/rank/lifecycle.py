@@ -202,8 +202,8 @@ class RankLifecycle:
         if self.spec.rank == 0:
             self.waiting = steps.WaitingTime(self.emitter)
             steps.measure_data(self.waiting)
-        if world_size > 1:  # all ranks report steps of DDP, which shows a slow rank
-            steps.report_steps(self.emitter, world_size, self.waiting.first_step if self.waiting is not None else None)
+            if world_size > 1:
+                steps.report_steps(self.emitter, world_size, self.waiting.first_step)
         self.emitter.emit(
             events.Started(
                 time.time_ns(),

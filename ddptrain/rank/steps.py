@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddptrain.protocol import events
 from ddptrain.rank.agreement import GROUP_NAME
 from ddptrain.rank.output import Emitter
 
@@ -30,18 +28,17 @@ _KEPT = 7  # steps of which the median wait is taken
 
 
 class _Step(NamedTuple):
-    """A step that DDP has measured: its number, when it ended by this host's clock, and its parts."""
+    """A step that DDP has measured: its number, when it ended by this host's clock, and the wait for other ranks."""
 
     number: int
     ended_s: float
-    compute_s: float
     waited_s: float
 
 
-def report_steps(emitter: Emitter, world_size: int, first_step: Callable[[], None] | None) -> None:
-    """Report steps of the newest DistributedDataParallel over all ranks that this process creates from now on.
+def report_steps(emitter: Emitter, world_size: int, first_step: Callable[[], None]) -> None:
+    """Report for how long this rank waits for others in steps of the newest DistributedDataParallel over all ranks.
 
-    first_step: only for rank 0, which also reports its waits; called after its first step.
+    first_step: called after the first step.
     """
     newest: list[weakref.ref[DistributedDataParallel]] = []
 
@@ -61,17 +58,14 @@ def report_steps(emitter: Emitter, world_size: int, first_step: Callable[[], Non
             if step is None or (before is not None and step.number == before.number):
                 continue
             pause_s = min(_LONGER * pause_s, _MAX_PAUSE_S)
-            if before is None and first_step is not None:
+            if before is None:
                 first_step()
             if before is not None and step.number > before.number > _WARM_UP_STEPS:
                 count = step.number - before.number
                 step_s = (step.ended_s - before.ended_s) / count
                 every = max(1, min(_EVERY_STEPS, int(_EVERY_S / step_s)))
                 waits.append(step.waited_s)
-                with suppress(OSError):  # the disk is full; the workload gets an error, too
-                    emitter.emit(events.StepTimes(time.time_ns(), step_s, step.compute_s, step.waited_s))
-                if first_step is not None:
-                    emitter.timed("ranks", count * median(waits))
+                emitter.timed("ranks", count * median(waits))
             before = step
 
     register_module_module_registration_hook(note)
@@ -85,9 +79,8 @@ def _newest_step(model: DistributedDataParallel | None, world_size: int, every: 
     data: dict[str, Any] = model._get_ddp_logging_data()  # noqa: SLF001  # as above
     if data["world_size"] != world_size or not data.get("backward_comm_time"):
         return None
-    compute_ns = data["forward_compute_time"] + data["backward_compute_time"]
     waited_ns = data["backward_comm_time"] - data["backward_compute_comm_overlap_time"]
-    return _Step(data["iteration"], data["backward_comm_time_end"] / 1e9, compute_ns / 1e9, max(0, waited_ns) / 1e9)
+    return _Step(data["iteration"], data["backward_comm_time_end"] / 1e9, max(0, waited_ns) / 1e9)
 
 
 _REPORT_S = 10.0  # from one report of waits to the next

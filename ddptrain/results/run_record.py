@@ -82,33 +82,6 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SlowRankRecord:
-    """A rank for which the other ranks wait in each step.
-
-    own_s: seconds of its own work in a step; median_s: the median of the other ranks. computes: its forward and
-    backward passes take longer, too.
-    """
-
-    attempt: int = 1
-    rank: int = 0
-    host: str = ""
-    gpu: str | None = None
-    own_s: Number = 0.0
-    median_s: Number = 0.0
-    computes: bool = False
-    found_at: str = ""
-
-    @property
-    def description(self) -> str:
-        """The record as a line."""
-        part = "forward and backward passes take" if self.computes else "work between the passes, such as data, takes"
-        return (
-            f"rank {self.rank} on {self.host} needs {_seconds(self.own_s)} a step, the other ranks "
-            f"{_seconds(self.median_s)} (median): they wait for it, because its {part} longer"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class NotFiniteRecord:
     """The first value of an attempt that was NaN or infinite: `value` is nan, inf or -inf."""
 
@@ -123,10 +96,6 @@ class NotFiniteRecord:
         """The record as a line, without its rank."""
         epoch = "" if self.epoch is None else f" in epoch {self.epoch:g}"
         return f"{self.metric} is {self.value}{epoch if self.step is None else f' at step {self.step}'}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +246,6 @@ class RunRecord:
     params: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None
-    slow_ranks: tuple[SlowRankRecord, ...] = ()
     not_finite: NotFiniteRecord | None = None  # of the last attempt
     git: GitRecord | None = None
     code: CodeRecord | None = None

@@ -1,6 +1,6 @@
 """The live display: log lines, and below them a few rows that are redrawn.
 
-Ranks in lockstep share one row; a rank that is slow, behind or has failed has a row of its own. The last row says what
+Ranks in lockstep share one row; a rank that is behind or has failed has a row of its own. The last row says what
 the run does and how far it is. rich is not used: its import would take 0.1 s of each start (docs/adr/0008).
 """
 
@@ -56,7 +56,6 @@ class _Rank:
     state: str = "waiting"  # then running, done, stopped or failed
     value: tuple[str, float] | None = None  # the newest training loss, with its name
     redrawn: str = ""
-    is_slow: bool = False
     pace: Pace = field(default_factory=Pace)
 
     @property
@@ -125,8 +124,6 @@ class RunRows(Renderer):
                 self._ranks[rank.rank] = _Rank(rank.rank, host, "running")
             case {"event": "rank_ended"} if rank is not None:
                 rank.state = "done" if event.get("ok") is True else "stopped" if event.get("stopped") else "failed"
-            case {"event": "slow_rank"} if rank is not None:
-                rank.is_slow = True
 
     def redrawn(self, rank: int, text: str) -> None:
         """Show the rank's own progress bar below its row."""
@@ -171,7 +168,7 @@ class RunRows(Renderer):
         first = ranks[0]
         if len(ranks) == 1:
             name = f"rank {first.rank} on {first.host}" if with_host and first.host else f"rank {first.rank}"
-            state = first.state if first.state != "running" else "slow" if first.is_slow else ""
+            state = "" if first.state == "running" else first.state
             colour = terminal.rank_colour(first.rank)
         else:
             name, colour = counted(len(ranks), "rank"), terminal.CYAN
@@ -250,7 +247,7 @@ class RunRows(Renderer):
 
 
 def _differing(ranks: Sequence[_Rank]) -> Callable[[_Rank], bool]:
-    """Return what says whether a rank differs from the others: it has failed, is slow, or is behind or ahead."""
+    """Return what says whether a rank differs from the others: it has failed, or is behind or ahead."""
     known = [rank.pace for rank in ranks if rank.pace.done is not None]
     middle = statistics.median_low([pace.done or 0.0 for pace in known]) if known else 0.0
     rate = statistics.median([pace.rate for pace in known if pace.rate is not None] or [math.inf])
@@ -259,7 +256,7 @@ def _differing(ranks: Sequence[_Rank]) -> Callable[[_Rank], bool]:
         done = rank.pace.done
         usual = max(BEHIND_S * rate, 2 * rank.pace.last_change)
         is_apart = done is not None and rank.state == "running" and abs(done - middle) > usual
-        return rank.state == "failed" or rank.is_slow or is_apart
+        return rank.state == "failed" or is_apart
 
     return differs
 

@@ -158,7 +158,6 @@ def sections(view: RunView) -> list[Section]:
         ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
         ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
-        ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
         *event_sections(view.layout.events_jsonl),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),

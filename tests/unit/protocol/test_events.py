@@ -41,7 +41,6 @@ EXAMPLES: list[events.Event] = [
     events.TrackerFailed(1, "wandb", "could not start: ConnectionError", strict=True),
     events.Finishing(1, timeout_s=30.5),
     events.Timed(1, "evaluation", 1.5),
-    events.StepTimes(1, 0.3, 0.1, 0.2),
 ]
 
 

@@ -1,8 +1,7 @@
-"""Faults of ranks: their texts, slow ranks, and whether a run is restarted."""
+"""Faults of ranks: their texts, and whether a run is restarted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +10,10 @@ from ddptrain.config.run_config import FailureConfig
 from ddptrain.driver import fault as failure_fault
 from ddptrain.driver.fault import Fault, FaultKind
 from ddptrain.driver.ranks import AttemptEnd
-from ddptrain.driver.recorder import STEPS, SlowRanks
 from ddptrain.driver.run_end import Restart, RestartPolicy
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events
-from ddptrain.protocol.events import StepTimes
 from ddptrain.protocol.news import RankExit
-from ddptrain.results.run_record import SlowRankRecord
 
 # --- The first cause is told from its victims ---
 
@@ -66,38 +62,6 @@ def test_missing_network_interface_is_named_with_its_variable() -> None:
     )
     nccl = Fault(0, FaultKind.EXCEPTION, 0, "Bootstrap : no socket interface found", type="DistBackendError")
     assert "change NCCL_SOCKET_IFNAME" in nccl.line
-
-
-# --- A rank is slow if the other ranks wait for it for a fifth of each step ---
-
-
-def slow(rank: int, own_s: float, median_s: float, *, computes: bool) -> SlowRankRecord:
-    return SlowRankRecord(rank=rank, own_s=own_s, median_s=median_s, computes=computes)
-
-
-def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: float = 1.0) -> SlowRankRecord | None:
-    """What is found after these waits of each rank in its last steps."""
-    ranks, found = SlowRanks(len(waits)), None
-    for number in range(STEPS):
-        for rank, of_rank in enumerate(waits):
-            found = ranks.after(rank, StepTimes(1, step_s, compute[rank], of_rank[number]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("waits", "compute", "expected"),
-    [
-        ([[0.5] * 5, [0.1] * 5], [0.5, 0.9], slow(1, 0.9, 0.5, computes=True)),
-        ([[0.5] * 5, [0.1] * 5], [0.5, 0.5], slow(1, 0.9, 0.5, computes=False)),
-        ([[0.28] * 5, [0.1] * 5], [0.5, 0.9], None),  # the others wait for less than a fifth
-        ([[0.5, 0.0, 0.5, 0.5, 0.0], [0.1] * 5], [0.5, 0.9], None),  # not in each step
-        ([[0.5, 0.0, 0.5, 0.5, 0.5], [0.9, 0.1, 0.1, 0.1, 0.1]], [0.5, 0.9], slow(1, 0.9, 0.5, computes=True)),
-        ([[0.4] * 5, [0.4] * 5, [0.0] * 5, [0.5] * 5], [0.5] * 4, slow(2, 1.0, 0.6, computes=False)),
-        ([[0.4] * 5, [0.4] * 5, [0.4] * 5, [0.4] * 5], [0.5] * 4, None),  # a slow network
-    ],
-)
-def test_slow_rank(waits: Sequence[Sequence[float]], compute: Sequence[float], expected: SlowRankRecord | None) -> None:
-    assert named(waits, compute) == expected
 
 
 # --- Whether another attempt follows: two budgets, and the failures that it can't help ---
