@@ -1,4 +1,4 @@
-"""`ddptrain explain CODE|RUN`: the page of an exit code; of a run the end, its cause, and that page."""
+"""`ddptrain explain CODE|RUN`: the section of an exit code; of a run the end, its cause, and that section."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_result
 from ddptrain.errors import UsageError
 
-_PAGES = "troubleshooting"
+_PAGE = "troubleshooting.md"
 _HIGHEST_CODE = 255
-_TITLE = re.compile(r"^\| (?:\[(\d+)\]\(([\w.-]+)[^)]*\)|(\d+)) \| (.+) \|$", re.MULTILINE)
+_TITLE = re.compile(r"^\| (?:\[(\d+)\]\(#([\w-]+)\)|(\d+)) \| (.+) \|$", re.MULTILINE)
 
 
 def explain(
@@ -32,7 +32,7 @@ def explain(
     ] = "latest",
     json: opt.JsonOption = False,
 ) -> None:
-    """Explain an exit code: likely causes, and what to do. Or a run: its end, its cause, and the page of its exit code.
+    """Explain an exit code: likely causes, and what to do. Or a run: its end, its cause, and the text on its exit code.
 
     Examples:
         ddptrain explain 5
@@ -83,34 +83,28 @@ def _explain_run(run: str, *, as_json: bool) -> None:
 
 
 def titles() -> dict[int, tuple[str, str]]:
-    """Return the title of each exit code, and the file of its page ("": it has none)."""
-    rows = _TITLE.finditer(_page("index.md"))
-    return {int(row[1] or row[3]): (row[4], row[2] or "") for row in rows}
+    """Return the title of each exit code, and the anchor of its section ("": it has none)."""
+    return {int(row[1] or row[3]): (row[4], row[2] or "") for row in _TITLE.finditer(_page())}
 
 
 def _explained(code: int) -> tuple[str, list[str]]:
-    """Return the title of an exit code, "" if it is unknown, and the lines of its page."""
+    """Return the title of an exit code, "" if it is unknown, and the lines of its section."""
     known = titles()
     if code in known:
-        title, page = known[code]
-        return title, list(_as_text(_section(_page(page), code))) if page else []
+        title, anchor = known[code]
+        number = anchor.partition("-")[0]
+        sections = re.split(r"^## ", _page(), flags=re.MULTILINE)
+        section = next((each for each in sections if number and re.match(rf"{number}\b", each)), "")
+        return title, list(_as_text(section.partition("\n")[2].strip()))
     if code - 128 in signal.valid_signals():
         return f"ended by {signal.Signals(code - 128).name}; the shell adds 128 to a signal", []
     return "", []
 
 
-def _page(name: str) -> str:
-    """Return a page of docs/troubleshooting, from the package or from the checkout."""
+def _page() -> str:
+    """Return docs/troubleshooting.md, from the package or from the checkout."""
     package = Path(__file__).parents[1]
-    folder = next((each for each in (package / _PAGES, package.parent / "docs" / _PAGES) if each.is_dir()), package)
-    return (folder / name).read_text(encoding="utf-8")
-
-
-def _section(page: str, code: int) -> str:
-    """Return the section of an exit code, of a page with several; otherwise the page without its title."""
-    sections = re.split(r"^##? ", page, flags=re.MULTILINE)
-    chosen = next((each for each in sections if each.startswith(f"{code}: ")), page)
-    return chosen.partition("\n")[2].strip()
+    return next(path for path in (package / _PAGE, package.parent / "docs" / _PAGE) if path.exists()).read_text("utf-8")
 
 
 def _as_text(page: str) -> Iterator[str]:

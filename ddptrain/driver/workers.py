@@ -39,6 +39,7 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _MOST_LOGGED = 10  # rejected messages
 _SUBSCRIBE_S = 10.0
+_FIRST_PING_S = 0.004
 _PING_S = 0.05
 _AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
@@ -180,12 +181,13 @@ class Workers:
         """Receive news of the run's workers, and their losses, from now on. Raises ClusterError after 10 s."""
         self.client.subscribe_topic(self._topic, weakly(self._on_news))  # Dask never forgets a handler
         self._news.add(self.run_id, self._on_all)
-        deadline = time.monotonic() + _SUBSCRIBE_S
+        deadline, pause_s = time.monotonic() + _SUBSCRIBE_S, _FIRST_PING_S
         while not self._echoed.is_set():
             if time.monotonic() > deadline:
                 raise ClusterError("the Dask scheduler did not echo an event within 10 s: is it overloaded?")
-            self.client.log_event(self._topic, {"ping": self._ping})
-            self._echoed.wait(_PING_S)
+            self.client.log_event(self._topic, {"ping": self._ping})  # it may overtake the subscription
+            self._echoed.wait(pause_s)
+            pause_s = min(2 * pause_s, _PING_S)
 
     def _on_news(self, event: tuple[float, object]) -> None:
         message = event[1]

@@ -18,7 +18,7 @@ from tests.docs.blocks import Block, blocks_of, difference
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-PAGES = ("README.md", "docs/checkpoints.md", "docs/start", "docs/clusters", "docs/troubleshooting", "docs/reference")
+PAGES = ("README.md", "docs/checkpoints.md", "docs/start", "docs/clusters", "docs/troubleshooting.md", "docs/reference")
 _END = "\x01"
 _PAGE_S = 900.0
 

@@ -1,37 +1,37 @@
-"""`python -m tests.mutants`: makes small wrong changes to the code and says which ones no test catches.
+"""`python -m tests.mutants`: makes small wrong changes to the code and shows which ones no test catches.
 
 Example: python -m tests.mutants --seed 3 --count 60 --jobs 2
-The working tree is not touched. The first run takes as long as `make test` under coverage; later runs record again
-only the test files whose sources changed. Two suites are scored apart: the unit tests that execute the changed lines,
-and the contract tests of the mutant's subject (CONTRACT). Mutants that no unit test catches run first in the second.
-`--outcomes FILE` keeps what is known, and continues from it; `--same FILE` takes the mutants of an earlier run, also
-where their code has moved.
+
+Each mutant lives in a copy of the working tree. The unit tests of its room run, and the contract tests of its subject
+(SUBJECTS); with --survivors only if the unit tests pass. Returns 0 where REQUIRED of the mutants are caught.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
-import json
+import os
 import queue
 import random
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 
-from tests.mutants.generate import Mutant, changes_of, choose, files
-from tests.mutants.record import Record, record_of, up_to_date
-from tests.mutants.run import Tree, outcome, select_tests
+import psutil
+
+from tests.mutants.generate import Mutant, choose
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = 0.85
-# Path -> the test modules that show what this part does from outside; the longest path counts.
-CONTRACT = {
+# Path -> the contract or integration tests that show what this part does from outside; the longest path counts.
+SUBJECTS = {
     "ddptrain": ["test_messages", "test_doctor"],
     "ddptrain/cli": ["test_command_line", "test_suggestions", "test_output"],
     "ddptrain/clusters": ["test_clusters", "test_cluster", "test_sharing"],
@@ -43,7 +43,6 @@ CONTRACT = {
     "ddptrain/notify": ["test_notify"],
     "ddptrain/protocol": ["test_train", "test_output", "test_metrics"],
     "ddptrain/rank": ["test_prepare", "test_train", "test_run_end"],
-    "ddptrain/rank/steps.py": ["test_gradient_exchange"],
     "ddptrain/reports": ["test_report_page"],
     "ddptrain/results": ["test_results", "test_resume_forgotten", "test_runs_in_stores"],
     "ddptrain/retrain": ["test_retrain"],
@@ -55,135 +54,142 @@ CONTRACT = {
     "ddptrain/worker": ["test_train", "test_output", "test_metrics"],
     "ddptrain/workloads": ["test_images_sources", "test_evaluation", "test_workload_params", "test_loader"],
 }
-
-
-@dataclass(slots=True)
-class Case:
-    """A mutant, in words that find it again in another version, and what the tests made of it."""
-
-    path: str
-    function: str
-    operator: str
-    before: str
-    after: str
-    nth: int  # among equal ones of the function
-    line: int
-    unit: str = ""  # caught, import, timeout, survived, not executed; "" before it has run
-    unit_by: str = ""
-    contract: str = ""
-    contract_by: str = ""
-
-    @property
-    def is_caught(self) -> bool:
-        """By one of the suites."""
-        return bool({self.unit, self.contract} & {"caught", "import", "timeout"})
+_LIMIT_S = 900.0  # for the tests of one mutant
+_MARK = "DDPTRAIN_MUTANTS_TREE"  # in the environment of all processes of tests
+_TREE_AGE_S = 1_000_000.0  # sources of a tree are that old, so that each change of one is seen by its date
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 where enough of the mutants are caught."""
     options = _parser().parse_args(argv)
-    cases = _cases(options)
-    found = {id(case): mutant for case in cases if (mutant := find(case)) is not None}
-    lost = [case for case in cases if id(case) not in found]
-    cases = [case for case in cases if id(case) in found]
-    print(f"{len(cases)} mutants, {options.jobs} at a time; {len(lost)} whose code does not exist any more", flush=True)
-    if options.list:
-        print("\n".join(f"{case.path}:{found[id(case)].lines[0]}  {what(case)}" for case in cases))
-        return 0
-
-    def save() -> None:
-        if options.outcomes:
-            options.outcomes.write_text(json.dumps([asdict(case) for case in [*cases, *lost]], indent=1) + "\n")
-
-    def run(case: Case, suite: str, tree: Tree, record: Record, tests: Sequence[str]) -> None:
-        result = outcome(tree, record, found[id(case)], tests, is_sure=suite == "unit")
-        setattr(case, suite, result.kind)
-        setattr(case, f"{suite}_by", result.by)
-        save()
-        print(f"{suite:9}{result.kind:13}{result.seconds:6.1f} s  {line_of(case)}  {result.by}", flush=True)
-
-    if "unit" in options.suites and any(not case.unit for case in cases):
-        with Tree(ROOT) as tree:
-            record = up_to_date(tree.path, ROOT / ".mutants", options.jobs)
-
-        def unit(tree: Tree, case: Case) -> None:
-            mutant = found[id(case)]
-            run(case, "unit", tree, record, select_tests(ROOT, record, mutant, statement_of(mutant)))
-
-        _each([case for case in cases if not case.unit], options.jobs, unit)
-    if "contract" in options.suites:
-        waiting = [case for case in cases if not case.contract and not (options.survivors and case.is_caught)]
-        waiting.sort(key=lambda case: case.is_caught)
-
-        def contract(tree: Tree, case: Case) -> None:
-            record = {path: record_of(tree.path, ROOT / ".mutants", path) for path in contract_files(case.path)}
-            run(case, "contract", tree, record, [test for known in record.values() for test in known.passed])
-
-        _each(waiting, options.jobs, contract)
-    save()
-    print(report(cases, found))
-    return int(sum(case.is_caught for case in cases) < REQUIRED * len(cases))
-
-
-def _cases(options: argparse.Namespace) -> list[Case]:
-    """Those of the outcomes so far, of another run, or new ones."""
-    if options.outcomes and options.outcomes.exists():
-        return [Case(**one) for one in json.loads(options.outcomes.read_text())]
-    if options.same:
-        empty = {"unit": "", "unit_by": "", "contract": "", "contract_by": ""}
-        return [Case(**{**one, **empty}) for one in json.loads(options.same.read_text())]
     seed = random.randrange(10**6) if options.seed is None else options.seed
-    print(f"seed {seed}")
-    return [case_of(mutant) for mutant in choose(ROOT, seed, options.count, options.only)]
+    mutants = choose(ROOT, seed, options.count, options.only)
+    print(f"seed {seed}: {len(mutants)} mutants, {options.jobs} at a time", flush=True)
+    if options.list:
+        print("\n".join(map(_line, mutants)))
+        return 0
+    caught: dict[tuple[Mutant, str], bool] = {}
+
+    def work(tree: Tree, mutant: Mutant) -> None:
+        for suite, paths in suites(mutant.path).items():
+            if options.survivors and any(caught.get((mutant, each)) for each in ("unit", "contract")):
+                return
+            began = time.monotonic()
+            by = tree.failing_test(mutant, paths, again=suite == "contract")
+            caught[mutant, suite] = bool(by)
+            print(f"{suite:9}{time.monotonic() - began:6.0f} s  {_line(mutant)}  {by or 'SURVIVED'}", flush=True)
+
+    _each(mutants, options.jobs, work)
+    survivors = [mutant for mutant in mutants if not any(caught.get((mutant, suite)) for suite in ("unit", "contract"))]
+    for mutant in survivors:
+        print(f"\n{_line(mutant)}\n{_diff(mutant)}")
+    for suite in ("unit", "contract"):
+        run = [is_caught for (_, of), is_caught in caught.items() if of == suite]
+        print(f"{suite}: {sum(run)} of {len(run)} caught")
+    print(f"either: {len(mutants) - len(survivors)} of {len(mutants)} caught")
+    return int(len(mutants) - len(survivors) < REQUIRED * len(mutants))
 
 
-@cache
-def _identified(path: str) -> dict[tuple[str, str, str, int], Mutant]:
-    """(function, before, after, number among equal ones) -> each mutant of a file."""
-    source = (ROOT / path).read_bytes()
-    found: dict[tuple[str, str, str, int], Mutant] = {}
-    seen: Counter[tuple[str, str, str]] = Counter()
-    for mutant in changes_of(ROOT, path):
-        words = (mutant.function, mutant.before(source), mutant.after)
-        found[(*words, seen[words])] = mutant
-        seen[words] += 1
-    return found
-
-
-def case_of(mutant: Mutant) -> Case:
-    (function, before, after, nth) = next(key for key, one in _identified(mutant.path).items() if one == mutant)
-    return Case(mutant.path, function, mutant.operator, before, after, nth, mutant.lines[0])
-
-
-def find(case: Case) -> Mutant | None:
-    """The mutant in this tree: in its file, or in the only other file of the package that has such a function."""
-    key = (case.function, case.before, case.after, case.nth)
-    paths = [case.path] if (ROOT / case.path).exists() else []
-    if paths and (mutant := _identified(case.path).get(key)):
-        return mutant
-    name = case.function.rpartition(".")[2].encode()
-    others = [path for path in files(ROOT, ["ddptrain"]) if name and name in (ROOT / path).read_bytes()]
-    moved = [mutant for path in others if (mutant := _identified(path).get(key))]
-    return moved[0] if len(moved) == 1 else None
-
-
-def contract_files(path: str) -> list[str]:
-    """The contract tests of a source, and those with servers where they are about the same."""
-    names = next(CONTRACT[str(parent)] for parent in [Path(path), *Path(path).parents] if str(parent) in CONTRACT)
+def suites(path: str) -> dict[str, list[str]]:
+    """Return the unit tests of the room of a source, and the contract tests of its subject."""
+    room = Path(path).parts[1]
+    unit = [f"tests/unit/{room}", f"tests/unit/test_{room.removesuffix('.py')}.py"]
+    names = next(SUBJECTS[str(parent)] for parent in [Path(path), *Path(path).parents] if str(parent) in SUBJECTS)
     tried = [f"tests/{folder}/{name}.py" for name in names for folder in ("contract", "integration")]
-    return [path for path in tried if (ROOT / path).exists()]
+    found = {"unit": unit, "contract": tried}
+    return {suite: [path for path in paths if (ROOT / path).exists()] for suite, paths in found.items()}
 
 
-def _each(cases: Sequence[Case], jobs: int, work: Callable[[Tree, Case], None]) -> None:
-    """Do something with each case, `jobs` at a time, each job in a tree of its own."""
-    waiting: queue.SimpleQueue[Case | None] = queue.SimpleQueue()
-    for case in [*cases, *[None] * jobs]:
-        waiting.put(case)
+class Tree:
+    """A copy of the files of a git work tree, those that are not committed included; used by one thread."""
+
+    def __init__(self, root: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="ddptrain-mutants-"))
+        self._changes = 0
+        self._unstable: set[str] = set()  # tests that fail without a mutant
+        listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=root, text=True)
+        for name in filter(None, listed.split("\0")):
+            if (root / name).is_file():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, self.path / name)
+
+    def failing_test(self, mutant: Mutant, paths: Sequence[str], *, again: bool) -> str:
+        """Return the first test that fails because of a mutant, "" for none, "timeout" or "no test could run".
+
+        A test that fails without the mutant, too, proves nothing; with `again` one that fails only once does not.
+        """
+        source = (self.path / mutant.path).read_bytes()
+        unproven: set[str] = set()
+        while paths:
+            self._write(mutant.path, mutant.apply(source))
+            try:
+                status, failed = self._run(paths, unproven | self._unstable)
+                repeats = not again or not failed or self._run([failed], set())[0] != 0
+            finally:
+                self._write(mutant.path, source)
+            if status in (0, 5):  # passed, or no test is left
+                return ""
+            if not failed:
+                return "timeout" if status is None else "no test could run"
+            if not repeats:
+                unproven.add(failed)
+            elif self._run([failed], set())[0] == 0:
+                return failed
+            else:
+                self._unstable.add(failed)
+        return ""
+
+    def _write(self, path: str, content: bytes) -> None:
+        """Change a file. Its date shows Python that the bytecode of before is of another file."""
+        self._changes += 1
+        (self.path / path).write_bytes(content)
+        date = time.time() - _TREE_AGE_S + 10 * self._changes
+        os.utime(self.path / path, (date, date))
+
+    def _run(self, paths: Sequence[str], without: set[str]) -> tuple[int | None, str]:
+        """Return the status of pytest, None after the limit, and the first test that fails."""
+        options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header", "-r", "fE", "--tb", "no"]
+        command = [sys.executable, "-m", "pytest", *options, *(f"--deselect={test}" for test in without), *paths]
+        own = {"PYTHONPATH": str(self.path), "HYPOTHESIS_STORAGE_DIRECTORY": str(self.path / ".hypothesis")}
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self.path,
+                env={**os.environ, **own, _MARK: str(self.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status: int | None = process.wait(_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                status = None
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for left in psutil.process_iter():  # a mutant, or the limit, has kept some from ending
+                with suppress(psutil.Error, OSError):
+                    if left.environ().get(_MARK) == str(self.path):
+                        left.kill()
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()
+        summary = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return status, summary[0].partition(" - ")[0] if summary and "::" in summary[0] else ""
+
+
+def _each(mutants: Sequence[Mutant], jobs: int, work: Callable[[Tree, Mutant], None]) -> None:
+    """Do the work for each mutant, `jobs` at a time, each job in a tree of its own."""
+    waiting: queue.SimpleQueue[Mutant | None] = queue.SimpleQueue()
+    for mutant in [*mutants, *[None] * jobs]:
+        waiting.put(mutant)
 
     def run() -> None:
-        with Tree(ROOT) as tree:
-            while (case := waiting.get()) is not None:
-                work(tree, case)
+        tree = Tree(ROOT)
+        try:
+            while (mutant := waiting.get()) is not None:
+                work(tree, mutant)
+        finally:
+            shutil.rmtree(tree.path, ignore_errors=True)
 
     threads = [threading.Thread(target=run) for _ in range(jobs)]
     for thread in threads:
@@ -192,54 +198,18 @@ def _each(cases: Sequence[Case], jobs: int, work: Callable[[Tree, Case], None]) 
         thread.join()
 
 
-def statement_of(mutant: Mutant) -> tuple[int, int]:
-    """First and last line of the smallest statement around a mutant; of a compound statement the lines of its head."""
-    tree = ast.parse((ROOT / mutant.path).read_bytes())
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and node.lineno <= mutant.lines[0] and mutant.lines[1] <= (node.end_lineno or 0)
-    ]
-    smallest = max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)))
-    body = getattr(smallest, "body", None)
-    end = body[0].lineno - 1 if body else smallest.end_lineno or smallest.lineno
-    return smallest.lineno, max(smallest.lineno, end)
+def _line(mutant: Mutant) -> str:
+    before, after = (
+        text if len(text) <= 70 else f"{text[:67]}..."
+        for text in (mutant.before((ROOT / mutant.path).read_bytes()), mutant.after)
+    )
+    return f"{mutant.path}:{mutant.lines[0]}  {mutant.operator}: {before} -> {after}"
 
 
-def what(case: Case) -> str:
-    """The change, shortened."""
-    before, after = (text if len(text) <= 70 else f"{text[:67]}..." for text in (case.before, case.after))
-    return f"{case.operator}: {before} -> {after}"
-
-
-def line_of(case: Case) -> str:
-    """Where, and what."""
-    return f"{case.path}:{case.line}  {what(case)}"
-
-
-def report(cases: Sequence[Case], found: dict[int, Mutant]) -> str:
-    """The diffs of those that survived, and what each suite caught of each room."""
-    survived = [case for case in cases if not case.is_caught and (case.unit or case.contract)]
-    lines = [part for case in survived for part in ("", line_of(case), *diff(found[id(case)]))]
-    lines.append(f"{'':24}{'unit':>16}{'contract':>16}{'either':>16}")
-    rooms = sorted({"/".join(case.path.split("/")[:2]) for case in cases})
-    for room in [*rooms, ""]:
-        mine = [case for case in cases if case.path.startswith(room)]
-        lines.append(f"{room or 'all':24}" + "".join(_share(mine, name) for name in ("unit", "contract", "either")))
-    return "\n".join(lines)
-
-
-def _share(cases: Sequence[Case], suite: str) -> str:
-    kinds = [{case.unit, case.contract} if suite == "either" else {getattr(case, suite)} for case in cases]
-    run = [kind for kind in kinds if kind != {""}]
-    return f"{sum(bool(kind & {'caught', 'import', 'timeout'}) for kind in run):>6} of {len(run):<6}"
-
-
-def diff(mutant: Mutant) -> list[str]:
-    """The change, with two lines around it."""
+def _diff(mutant: Mutant) -> str:
     source = (ROOT / mutant.path).read_bytes()
     before, after = source.decode().splitlines(), mutant.apply(source).decode().splitlines()
-    return [*difflib.unified_diff(before, after, mutant.path, "mutant", lineterm="", n=2)][2:]
+    return "\n".join([*difflib.unified_diff(before, after, lineterm="", n=2)][2:])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -250,12 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=60, help="mutants; each file has a share by its lines")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="file or folder; may be repeated")
-    parser.add_argument("--suites", nargs="+", default=["unit", "contract"], choices=["unit", "contract"])
-    parser.add_argument(
-        "--survivors", action="store_true", help="contract tests only for mutants that no unit test catches"
-    )
-    parser.add_argument("--outcomes", type=Path, metavar="FILE", help="keep the outcomes here; what it has is not run")
-    parser.add_argument("--same", type=Path, metavar="FILE", help="the mutants of the outcomes of another run")
+    parser.add_argument("--survivors", action="store_true", help="contract tests only for what unit tests do not catch")
     parser.add_argument("--list", action="store_true", help="list the mutants")
     return parser
 

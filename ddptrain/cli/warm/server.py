@@ -43,13 +43,16 @@ _MODULES = (
     "ddptrain.clusters.lifecycle",
     "ddptrain.config.load",
     "ddptrain.config.workload_check",
+    "ddptrain.driver.attempt",
     "ddptrain.driver.connect",
+    "ddptrain.driver.rank_specs",
     "ddptrain.driver.resume",
     "ddptrain.driver.run",
     "ddptrain.driver.reservation",
     "ddptrain.driver.workers",
     "ddptrain.reports.destinations",
     "ddptrain.results.checkpoints.verification",
+    "platformdirs.unix",
     "tornado.platform.asyncio",
 )
 _MAX_BYTES = 4096

@@ -43,3 +43,15 @@ def test_without_a_warm_process_the_command_runs_itself(tmp_path: Path, monkeypa
         monkeypatch.chdir(dead)  # the whole path may be too long
         listener.bind(client.SOCKET)
     assert client.run(["train", "a.yaml"], {"XDG_STATE_HOME": str(tmp_path)}) is None
+
+
+def test_warm_process_has_imported_what_a_run_on_a_running_cluster_imports() -> None:
+    later = "attempt, rank_specs, reservation, connect, workers"
+    names = [f"ddptrain.driver.{name}" for name in later.split(", ")]
+    code = (
+        "import sys; from ddptrain.cli.warm.server import import_driver; import_driver(); before = set(sys.modules)\n"
+        f"import importlib; [importlib.import_module(name) for name in {names}]\n"
+        "import platformdirs, pathspec; print(sorted(set(sys.modules) - before))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown == "[]\n"
