@@ -6,19 +6,20 @@ ranks, and the memory does not grow with the amount of output.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from ddptrain import log
 from ddptrain.driver.display.live import LiveRenderer, OtherRows
-from ddptrain.driver.display.logs import AllLines, DifferingLines, RankLines, TracebackFilter
+from ddptrain.driver.display.logs import ShownLines
 from ddptrain.driver.display.renderers import JsonRenderer, PlainRenderer, Renderer
 from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
 from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, notice, wants_colour
@@ -50,13 +51,13 @@ class Display:
         groups_ranks: bool = False,
         summary: Callable[[RunView], Sequence[str]] = summary_lines,
     ) -> None:
-        """`groups_ranks`: equal tracebacks are shown once, and of many ranks rank 0 and whatever differs.
+        """`groups_ranks`: of many ranks rank 0 and whatever differs is shown.
 
         `summary`: returns the last lines for a run.
         """
         self._renderer, self._stdout, self._stderr, self._logs_dir = renderer, stdout, stderr, logs_dir
         self._groups_ranks, self._summary = groups_ranks, summary
-        self._lines = AllLines()
+        self._lines = ShownLines()
         self._tails: dict[int, LogTail] = {}
         self._bars: dict[
             int, tuple[str, float]
@@ -172,7 +173,7 @@ class Display:
                 self._deliver()
                 longest = self._read_logs(all_of_them=is_closing)
                 now_s = time.monotonic()
-                self._show(self._lines.due(now_s))
+                self._show_held(now_s)
                 self._renderer.refresh(now_s)
                 if longest < READ_BYTES and self._end is None:
                     time.sleep(SETTLE_S)
@@ -199,12 +200,12 @@ class Display:
                     self._follow(count, offsets)
                     self._hidden = hidden
             if what["event"] == "notice":
-                self._show(self._lines.due(float("inf")))
+                self._show_held()
             self._renderer.event(what)
 
     def _follow(self, world_size: int, offsets: Mapping[int, int]) -> None:
         """Follow the logs of these ranks; show the rest of the others."""
-        self._show(self._lines.due(float("inf")))
+        self._show_held()
         for rank in [rank for rank in self._tails if rank >= world_size]:
             self._finish_log(rank, self._tails[rank])
         before = self._tails
@@ -212,8 +213,7 @@ class Display:
             rank: before.get(rank) or LogTail(self._logs_dir / f"rank-{rank}.log", offset=offsets.get(rank, 0))
             for rank in range(world_size)
         }
-        if self._groups_ranks:
-            self._lines = DifferingLines() if world_size >= MIN_RANKS else TracebackFilter()
+        self._lines = ShownLines(groups=self._groups_ranks and world_size >= MIN_RANKS)
 
     def _read_logs(self, *, all_of_them: bool) -> int:
         """Show the next piece of each log: with many ranks of those that have grown, and every 2 s of all.
@@ -245,17 +245,17 @@ class Display:
         now_s = time.monotonic()
         due_s = now_s + self._renderer.redraw_every_s
         shown, at_s = self._bars.setdefault(rank, ("", due_s)) if state else self._bars.pop(rank, ("", due_s))
-        is_shown = rank not in self._hidden and self._lines.only_bar_of in (None, rank)
+        is_shown = rank not in self._hidden and not (self._lines.groups and rank)
         if is_shown and state != shown and (now_s >= at_s or not state):
             self._bars |= {rank: (state, due_s)} if state else {}
             self._renderer.redrawn(rank, state)
 
     def _show_lines(self, rank: int, lines: Sequence[LogLine]) -> None:
-        if rank not in self._hidden:
-            self._show(self._lines.add(rank, lines, time.monotonic()))
+        if rank not in self._hidden and (shown := self._lines.add(rank, lines, time.monotonic())):
+            self._renderer.log(rank, shown)
 
-    def _show(self, held: Iterable[RankLines]) -> None:
-        for rank, lines in held:
+    def _show_held(self, now_s: float = math.inf) -> None:
+        for rank, lines in self._lines.due(now_s):
             self._renderer.log(rank, lines)
 
     def _finish_log(self, rank: int, tail: LogTail) -> None:
@@ -272,7 +272,7 @@ class Display:
         if self._end is not None and not self._stdout.broken and not self._aborted.is_set():
             for rank, tail in self._tails.items():
                 self._finish_log(rank, tail)
-            self._show(self._lines.due(float("inf")))
+            self._show_held()
             self._deliver()
             if self._dropped:
                 text = f"{self._dropped} metrics were not shown: the output was not read"
