@@ -22,6 +22,7 @@ from ddptrain.driver.transfer.code_package import CodePackage, pack, project_fol
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest
+from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
 
 # --- What of a project goes along, and what stays at home ---
@@ -244,7 +245,7 @@ def places(hosts: dict[str, str]) -> list[RankPlace]:
     found = []
     for rank, (worker, host) in enumerate(hosts.items()):
         slot = Slot(worker, host, 0, counted=True, gpu=False)
-        found.append(RankPlace(rank, rank, 1, 0, slot, host, Path("/scratch"), shared=False))
+        found.append(RankPlace(rank, Placement(1, rank, 1, 0, 0, shared=False), slot, host, Path("/scratch")))
     return found
 
 
