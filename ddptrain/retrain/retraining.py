@@ -549,7 +549,7 @@ class Retraining:
         reporting = self.options.reporting
         if reporting is None or not reporting.destinations.are_wanted:
             return
-        from ddptrain.reports.report import RunReport
+        from ddptrain.reports.facts import RunReport
 
         view: RunView | None = None
         try:
