@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
@@ -14,12 +13,10 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
+from ddptrain.driver.transfer.code_package import MAX_MB, CodePackage, move_code, pack, project_of, upload_code
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import temp_folder
-from ddptrain.protocol.code_digest import inode_digest, move_path
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
@@ -32,10 +29,7 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.worker import driver_calls
 
-_ARCHIVE, _HASH = "code.tar.gz", "hash"  # the files of a copy of the code
-_MOST_CODE_MB = 200.0  # that are sent to workers which do not see the project
 RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
 
 
@@ -43,7 +37,7 @@ RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
 class RankSpecs:
     """Builds the specs of all ranks, and copies the files in the specs to workers that do not see them.
 
-    All attempts use the code that was packed for the first one. tell: shows what the run waits for.
+    tell: shows what the run waits for.
     """
 
     resolved: ResolvedConfig
@@ -108,7 +102,7 @@ class RankSpecs:
         if (project := project_of(self.resolved)) is None:
             return nothing
         package = self.package = self.package or pack(project.folder, [self.writer.layout.root.parent])
-        roots = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.tell)
+        roots = upload_code(self.workers, places, package, project.file, MAX_MB, self.tell)
         if any(roots):
             content = package.archive[1]
             self.writer.update(code=CodeRecord(content, str(package.folder), len(package.names), package.size_bytes))
@@ -163,57 +157,6 @@ def code(resolved: ResolvedConfig) -> Code:
         sys_path=resolved.import_folders if needs_own_code else (),
         built_in=built_in,
     )
-
-
-def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
-    """Return `code` with all paths below `project` replaced by those in the copy `root`."""
-    return dataclasses.replace(
-        code,
-        content_hash=content_hash,
-        workdir=move_path(code.workdir, project, root),
-        script=move_path(code.script, project, root) if os.path.isabs(code.script) else code.script,
-        sys_path=tuple(move_path(entry, project, root) for entry in code.sys_path),
-    )
-
-
-# --- the code of the project on workers that do not see its folder: one copy for each host ---
-
-
-def upload_code(
-    workers: Workers,
-    places: Sequence[RankPlace],
-    package: CodePackage,
-    needed: Path,
-    max_mb: float,
-    tell: Callable[[str], None],
-) -> list[str]:
-    """Return, for each place, the folder of the project's copy on its host; "" if its worker sees the project itself.
-
-    Raises ClusterError if the upload fails; UsageError if the code exceeds `max_mb`, or lacks the file `needed`.
-    """
-    host_of = {place.slot.worker: place.hostname for place in places}
-    folders = dict.fromkeys(host_of, "")
-    try:
-        seen = {}
-        if package.sample:  # an empty one cannot identify the folder
-            digest = inode_digest(package.folder, package.sample)
-            seen = workers.ask([*host_of], driver_calls.sees_code, str(package.folder), package.sample, digest)
-        if lacking := {worker: host for worker, host in host_of.items() if not seen.get(worker)}:
-            package.check(needed, max_mb)
-            archive, code = package.archive
-            hosts = ", ".join(dict.fromkeys(lacking.values()))
-            tell(f"uploading {len(package.names)} files of {package.folder} to host {hosts}")
-            with temp_folder("ddptrain-code-") as folder:
-                (folder / "code").mkdir()
-                (folder / "code" / _ARCHIVE).write_bytes(archive)
-                (folder / "code" / _HASH).write_text(code)
-                copies = workers.copy(lacking, folder / "code", (_ARCHIVE, _HASH), _HASH)
-            for copy in set(copies.values()):
-                having = [worker for worker in copies if copies[worker] == copy]
-                folders |= workers.ask(having, driver_calls.unpack_code, f"{copy}/{_ARCHIVE}", code)
-    except (ClusterError, OSError) as error:
-        raise ClusterError(f"could not upload the code: {error}") from error
-    return [folders[place.slot.worker] for place in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
 from ddptrain.driver import ranks as rank_place
 from ddptrain.driver.ranks import RankPlace, rank_places
+from ddptrain.driver.transfer.code_package import move_code
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import Code, Placement, ProcessGroup
 
@@ -100,11 +101,11 @@ def test_script_goes_along_as_it_was_typed(tmp_path: Path) -> None:
 
 def test_copied_code_has_the_paths_of_the_copy_and_leaves_other_paths_alone() -> None:
     code = Code("m:f", "/home/p/sub", script="/home/p/t.py", sys_path=("/home/p", "/opt/lib"))
-    moved = rank_specs.move_code(code, Path("/home/p"), "/cache/1", "1")
+    moved = move_code(code, Path("/home/p"), "/cache/1", "1")
     assert moved == Code(
         "m:f", "/cache/1/sub", script="/cache/1/t.py", sys_path=("/cache/1", "/opt/lib"), content_hash="1"
     )
-    relative = rank_specs.move_code(Code("m:f", "/home/p", script="t.py"), Path("/home/p"), "/cache/1", "1")
+    relative = move_code(Code("m:f", "/home/p", script="t.py"), Path("/home/p"), "/cache/1", "1")
     assert relative.script == "t.py"
 
 

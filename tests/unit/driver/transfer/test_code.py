@@ -16,9 +16,8 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.rank_specs import upload_code
 from ddptrain.driver.ranks import RankPlace
-from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
+from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder, upload_code
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest
@@ -169,14 +168,6 @@ def test_absolute_link_to_a_place_inside_is_right_wherever_the_folder_is(project
 def test_name_that_no_message_can_carry_stays_at_home(project: Path) -> None:
     (project / os.fsdecode(b"odd\xff.txt")).write_text("")
     assert names(project) == ["data/names.txt", "train.py"]
-
-
-def test_folder_is_known_by_what_was_changed_last_and_not_by_all_of_its_data(project: Path) -> None:
-    for number in range(1_100):
-        (project / "data" / f"{number}.jpg").touch()
-        os.utime(project / "data" / f"{number}.jpg", (1, 1))
-    sample = pack(project, []).sample
-    assert len(sample) == 1_000 and "train.py" in sample
 
 
 def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
