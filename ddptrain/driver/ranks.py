@@ -241,19 +241,19 @@ class Rank:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttemptEnd:
     """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
 
-    notice: why the ranks had to save and end. loss: why the run directory cannot be written any more. leaving:
-    a worker is about to end. age_s: the age of the attempt's newest checkpoint at the notice, negative if it was saved
-    later; None if there is none. unsaved: checkpoints and files that were not saved because a signal ended their
-    transfer.
+    signum: the last signal to the driver. notice: why the ranks have to save and end. loss: why the run directory
+    cannot be written any more. leaving: a worker is about to end. age_s: the age of the attempt's newest checkpoint at
+    the notice, negative if it was saved later; None if there is none. unsaved: checkpoints and files that were not
+    saved because a signal ended their transfer.
     """
 
     ranks: Sequence[Rank]
-    fault: Fault | None
-    signum: int | None
+    fault: Fault | None = None
+    signum: int | None = None
     notice: str | None = None
     loss: DdptrainError | None = None
     leaving: bool = False
