@@ -368,7 +368,7 @@ class Sweep:
         failure = FailureRecord(kind="sweep", message=record.message) if record.message else None
         self.home.writer.finish(status, self.exit_code, failure)
         lines = output.summary_lines(record, self.home.where)
-        self.display.close({}, lines, output.last_event(record, self.home.where))
+        self.display.close(lines, output.last_event(record, self.home.where))
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:
