@@ -131,23 +131,23 @@ def report(
     """
     from ddptrain.file_ops import write_atomic
     from ddptrain.reports.destinations import writable_file
-    from ddptrain.reports.html.page_content import find_subjects, html_page
+    from ddptrain.reports.page import find_subjects, page_html, runs_page
     from ddptrain.results.errors import results_errors
 
     if output == "-":
         raise UsageError("--output -: a page is written to a file; name one, as report.html")
     place = PLACES.runs
-    subjects = find_subjects([_newest(place) if name == _LATEST else name for name in names or [_LATEST]], place)
-    sweep = subjects.sweep.record.sweep_id if subjects.sweep else None
-    name = "report" if len(names or ()) > 1 else sweep or subjects.views[0].run_id
+    views, found = find_subjects([_newest(place) if name == _LATEST else name for name in names or [_LATEST]], place)
+    sweep = found.sweep_id if found is not None else None
+    name = "report" if len(names or ()) > 1 else sweep or views[0].run_id
     path = writable_file("--output", output or f"{name}.html")
-    page = html_page(subjects)
+    page = page_html(runs_page(views, found))
     with results_errors(path):
         write_atomic(path, page, durable=False)
     data = {
         "file": str(path),
         "size_bytes": len(page),
-        "runs": [view.run_id for view in subjects.views],
+        "runs": [view.run_id for view in views],
         "sweep": sweep,
     }
     print_result(data, [f"report: {path} ({len(page) / 1e6:.1f} MB)"], as_json=as_json)

@@ -19,7 +19,7 @@ from ddptrain.file_ops import open_append, write_all, write_atomic
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
-    from ddptrain.reports.report import RunReport
+    from ddptrain.reports.facts import RunReport
     from ddptrain.results.lookup import RunView
 
 _SUMMARY_BYTES = 1 << 20  # of one step; GitHub refuses all of it if it is longer
@@ -92,12 +92,12 @@ def write_reports(report: RunReport, destinations: Destinations) -> None:
     if not destinations.are_wanted:
         return
     try:
-        from ddptrain.reports.facts import read_facts
+        from ddptrain.reports.facts import Facts
         from ddptrain.reports.job_log import job_log
         from ddptrain.reports.junit import junit_xml
         from ddptrain.reports.markdown import COMMENT_CHARACTERS, markdown
 
-        facts = read_facts(report, destinations.workspace)
+        facts = Facts(report, destinations.workspace)
         if destinations.service:  # on stderr: with --output json, stdout has JSON lines only, and CI services read both
             _write_stderr(job_log(facts, destinations.service, destinations.workspace, Path.cwd()))
     except Exception as error:  # a report must not change the result of a run
@@ -185,6 +185,6 @@ class Reporting:
 
     def _report(self, make: Callable[[type[RunReport]], RunReport]) -> None:
         if self.destinations.are_wanted:  # otherwise nothing is imported
-            from ddptrain.reports.report import RunReport
+            from ddptrain.reports.facts import RunReport
 
             self.ended(make(RunReport))

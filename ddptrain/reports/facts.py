@@ -1,73 +1,162 @@
-"""What all reports of a run show, read from its files once."""
+"""What reports show of the end of a command, read from the files of its run once: the same facts for all forms."""
 
 from __future__ import annotations
 
 import os
 import re
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
-from ddptrain.errors import Problem
+from ddptrain.errors import SIGNALLED, ConfigError, DdptrainError, ExitCode, Problem, one_line
 from ddptrain.file_ops import open_regular
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.reports.report import RunReport
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import LAST_BYTES, read_events
-from ddptrain.results.run_record import CodeRecord, FailureRecord, RankRecord
+from ddptrain.results.run_record import FailureRecord, root_cause
 from ddptrain.results.show.log_follower import final_text
 
-TAIL_LINES = 30
-MOST_RANKS = 4  # whose last lines are shown
+_MOST_RANKS = 4  # whose last lines are shown
+_LINES, _TAIL_BYTES = 30, 6000  # of one rank, so that a report fits into a comment
 _LINE_CHARACTERS = 500
 _READ_BYTES = 256 << 10  # the end of a log
-_TAIL_BYTES = 6000  # of one rank, so that a report fits into a comment
-_PASSED, _FAILED, _STOPPED = "passed", "failed", "stopped"
-_KINDS = ("run_started", "fault", "rank_ended")
-_FRAME = re.compile(r'^[ |+]*File "([^"\n]+)", line (\d{1,9})', re.MULTILINE)
+_MOST_FRAMES = 20
+_FRAME = re.compile(r'^[ |+]*File "(?P<file>[^"\n]{1,1000})", line (?P<line>\d{1,9})(?:, in (?P<name>[^\n]{1,300}))?')
 _PLACE = re.compile(r"(.+):(\d{1,9})")
-_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
-_PACKAGE = Path(__file__).parents[1]
-_STANDARD = Path(sysconfig.get_paths()["stdlib"])
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/|<frozen")
+_OURS = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))
+_NOT_WRONG = SIGNALLED | {ExitCode.REJECTED, ExitCode.DEADLINE, ExitCode.PREEMPTED}
 
 
 @dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage of a retraining: status is done, skipped or failed; `detail` is one line."""
+
+    name: str
+    status: str
+    duration_s: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The end of a command: that of its run, or the error that prevented it.
+
+    name: the same for each run of a configuration, as "petnames"; CI services compare test cases by it.
+    status: succeeded, failed, promoted, rejected, ... reason: why it ended so, in one line; "" for the reasons of the
+    gate, or the run's failure.
+    view: the run; None if none was started. problems: of the configuration.
+    retraining: its record, with the new version, the scores and the gate; stages: what was done.
+    secrets: texts that are left out of the ranks' last lines.
+    """
+
+    name: str
+    status: str
+    exit_code: int
+    reason: str = ""
+    view: RunView | None = None
+    problems: tuple[Problem, ...] = ()
+    retraining: RetrainRecord | None = None
+    stages: Sequence[StageReport] = ()
+    secrets: Sequence[str] = field(default=(), repr=False)
+
+    @classmethod
+    def of_run(cls, view: RunView, secrets: Sequence[str] = ()) -> Self:
+        """Return the report of a run that has ended."""
+        record = view.record
+        exit_code = ExitCode.INTERNAL if record.exit_code is None else record.exit_code
+        return cls(record.name or view.run_id, str(view.status), exit_code, view=view, secrets=secrets)
+
+    @classmethod
+    def of_error(cls, name: str, error: DdptrainError) -> Self:
+        """Return the report of an error before a run began."""
+        problems = error.problems if isinstance(error, ConfigError) else ()
+        what = f"the configuration has {len(problems)} problems" if len(problems) > 1 else one_line(error)
+        return cls(name, "failed", error.exit_code, what, problems=problems)
+
+    @property
+    def model(self) -> str:
+        """The model that was retrained, or ""."""
+        return self.retraining.model if self.retraining else ""
+
+    @property
+    def version(self) -> int | None:
+        """The version that a retraining has made."""
+        return self.retraining.version if self.retraining else None
+
+    @property
+    def gate(self) -> Sequence[GateOutcome]:
+        """The conditions of the gate."""
+        return self.retraining.gate if self.retraining else ()
+
+    @property
+    def level(self) -> str:
+        """The level of its annotation: error, warning (it ended early or was rejected), or "" if all is well."""
+        if self.exit_code == ExitCode.SUCCEEDED:
+            return ""
+        return "warning" if self.exit_code in _NOT_WRONG else "error"
+
+    @property
+    def failure(self) -> FailureRecord | None:
+        """The root cause of its run."""
+        return self.view.record.failure if self.view is not None else None
+
+    @property
+    def cause(self) -> str:
+        """Why it did not succeed, in one line; "" if it did and no reason was given."""
+        refused = [each.reason for each in self.gate if not each.passed]
+        if self.reason or refused:
+            return self.reason or "; ".join(refused)
+        return root_cause(self.failure) or (self.view.problem if self.view is not None else "")
+
+
+@dataclass(frozen=True)
 class Facts:
-    """A report with what its run has left: how the ranks ended, the last lines of those that failed (one for each
-    message, without credentials), and the line of the user's code that the root cause came from.
+    """A report with what its run has left. Files that cannot be read are left out.
+
+    workspace: the checkout of the CI job, to which the names of source files are relative.
     """
 
     report: RunReport
-    ranks: Sequence[RankResult] = ()
-    tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    source: SourceLine | None = None
+    workspace: Path
 
+    @cached_property
+    def ranks(self) -> list[RankResult]:
+        """How the ranks ended."""
+        return rank_results(self.report.view) if self.report.view is not None else []
 
-def read_facts(report: RunReport, workspace: Path) -> Facts:
-    """Read what the run has left; files that cannot be read are left out."""
-    if report.view is None:
-        return Facts(report)
-    record = report.view.record
-    ranks = rank_results(report.view)
-    return Facts(
-        report, ranks, _tails(report, report.view, ranks), line_of_failure(record.failure, record.code, workspace)
-    )
+    @cached_property
+    def tails(self) -> dict[int, list[str]]:
+        """The last lines of the first ranks that failed, one for each message; that of the root cause comes first."""
+        view, failure = self.report.view, self.report.failure
+        if view is None:
+            return {}
+        first = failure.rank if failure is not None else None
+        failed = sorted((each for each in self.ranks if each.failed), key=lambda each: (each.rank != first, each.rank))
+        # A mistake that fails on every rank counts once.
+        by_message = {each.message: each.rank for each in reversed(failed)}
+        shown = [each.rank for each in failed if by_message[each.message] == each.rank][:_MOST_RANKS]
+        logs = view.layout.logs()
+        return {r: last_lines(logs[r], _LINES, _TAIL_BYTES, self.report.secrets) for r in shown if r in logs}
 
+    @cached_property
+    def source(self) -> SourceLine | None:
+        """The last line of the traceback that is a file in the workspace and no installed package.
 
-def _tails(report: RunReport, view: RunView, ranks: Sequence[RankResult]) -> dict[int, list[str]]:
-    """The last lines of the first ranks that failed, one for each message; that of the root cause comes first."""
-    failure = view.record.failure
-    first = failure.rank if failure is not None else None
-    failed = sorted((each for each in ranks if each.failed), key=lambda each: (each.rank != first, each.rank))
-    different = {each.message: each.rank for each in reversed(failed)}  # a mistake that fails on every rank counts once
-    tails: dict[int, list[str]] = {}
-    logs = view.layout.logs()
-    for rank in [each.rank for each in failed if different[each.message] == each.rank][:MOST_RANKS]:
-        if rank in logs:
-            tails[rank] = last_lines(logs[rank], TAIL_LINES, _TAIL_BYTES, report.secrets)
-    return tails
+        Files of uploaded code are found in the folder that they come from.
+        """
+        code = self.report.view.record.code if self.report.view is not None else None
+        for frame in reversed(user_frames(self.report.failure)):
+            _, found, rest = frame.file.partition(f"/{code.hash}/" if code is not None and code.hash else "\0")
+            file = f"{code.folder}/{rest}" if code is not None and code.folder and found else frame.file
+            if inside := _in_workspace(file, self.workspace):
+                return SourceLine(inside, frame.line)
+        return None
 
 
 def last_lines(path: Path, most: int, room_bytes: int, secrets: Sequence[str] = ()) -> list[str]:
@@ -80,7 +169,9 @@ def last_lines(path: Path, most: int, room_bytes: int, secrets: Sequence[str] = 
         return []
     kept: list[str] = []
     for line in reversed((lines if lines[-1] else lines[:-1])[-most:]):
-        shown = _shortened(line, secrets)
+        text = final_text(line if line.count("\r") < 1000 else line.rpartition("\r")[2])[: 2 * _LINE_CHARACTERS]
+        shown = str(hide_credentials(hide_known(text, secrets)))
+        shown = shown if len(shown) <= _LINE_CHARACTERS else f"{shown[:_LINE_CHARACTERS]}..."
         room_bytes -= len(shown.encode(errors="replace")) + 1
         if room_bytes < 0:
             break
@@ -88,10 +179,7 @@ def last_lines(path: Path, most: int, room_bytes: int, secrets: Sequence[str] = 
     return kept[::-1]
 
 
-def _shortened(line: str, secrets: Sequence[str]) -> str:
-    text = final_text(line if line.count("\r") < 1000 else line.rpartition("\r")[2])
-    shown = str(hide_credentials(hide_known(text[: 2 * _LINE_CHARACTERS], secrets)))
-    return shown if len(shown) <= _LINE_CHARACTERS else f"{shown[:_LINE_CHARACTERS]}..."
+# --- How the ranks ended ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,47 +194,54 @@ class RankResult:
     @property
     def failed(self) -> bool:
         """Whether it failed by itself."""
-        return self.outcome == _FAILED
+        return self.outcome == "failed"
 
 
 def rank_results(view: RunView) -> list[RankResult]:
     """Return how the ranks of the last attempt ended, in the order of ranks; none if no rank was started."""
-    attempts = view.record.attempts
+    failure = view.record.failure
+    root, by_order = (None, False) if failure is None else (failure.rank, failure.is_order)
     faults: dict[int, dict[str, Any]] = {}
     stopped: set[int] = set()
-    for event in _last_attempt(view.layout.events_jsonl):
-        if event["event"] == "fault":
-            faults.setdefault(event["rank"], event)
-        elif event["event"] == "rank_ended" and event.get("stopped"):
-            stopped.add(event["rank"])
-    return [_result(view, rank, faults.get(rank.rank), stopped) for rank in attempts[-1].ranks] if attempts else []
-
-
-def _result(view: RunView, rank: RankRecord, fault: dict[str, Any] | None, stopped: set[int]) -> RankResult:
-    failure = view.record.failure
-    is_root_cause = failure is not None and failure.rank == rank.rank
-    if fault is not None and (is_root_cause or not fault.get("victim")):
-        return RankResult(rank.rank, rank.host, _FAILED, str(fault.get("message", "")))
-    if is_root_cause and failure is not None:
-        return RankResult(rank.rank, rank.host, _FAILED, failure.message)
-    if fault is not None:
-        return RankResult(rank.rank, rank.host, _STOPPED, f"lost its connection: {fault.get('message', '')}")
-    if rank.rank in stopped or (rank.exit is None and failure is not None):
-        return RankResult(rank.rank, rank.host, _STOPPED, "stopped because the run ended")
-    if rank.exit:
-        return RankResult(rank.rank, rank.host, _FAILED, f"exit code {rank.exit}")
-    return RankResult(rank.rank, rank.host, _PASSED)
-
-
-def _last_attempt(path: Path) -> list[dict[str, Any]]:
-    """Return the events since the last start of ranks; none if the file cannot be read."""
-    found: list[dict[str, Any]] = []
-    for event in read_events(path, _KINDS, LAST_BYTES):
+    for event in read_events(view.layout.events_jsonl, ("run_started", "fault", "rank_ended"), LAST_BYTES):
         if event["event"] == "run_started":
-            found = []
-        elif isinstance(event.get("rank"), int):
-            found.append(event)
-    return found
+            faults, stopped = {}, set()
+        elif isinstance(rank := event.get("rank"), int):
+            if event["event"] == "fault":
+                faults.setdefault(rank, event)
+            elif event.get("stopped"):
+                stopped.add(rank)
+    results = []
+    for rank in view.record.attempts[-1].ranks if view.record.attempts else ():
+        fault = faults.get(rank.rank)
+        outcome, message = "passed", ""
+        if fault is not None and (rank.rank == root or not fault.get("victim")):
+            outcome, message = "failed", str(fault.get("message", ""))
+        elif failure is not None and rank.rank == root:
+            outcome, message = "failed", failure.message
+        elif fault is not None:
+            outcome, message = "stopped", f"lost its connection: {fault.get('message', '')}"
+        elif rank.rank in stopped or (failure is not None and (rank.exit is None or (rank.exit and by_order))):
+            outcome, message = "stopped", "stopped because the run ended"
+        elif rank.exit:
+            outcome, message = "failed", f"exit code {rank.exit}"
+        if by_order and outcome == "failed":
+            outcome = "stopped"  # nothing is wrong: somebody has asked the run to end
+        results.append(RankResult(rank.rank, rank.host, outcome, message))
+    return results
+
+
+# --- Where in the user's code it failed ---
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of the user's code; `code` is its source line if the traceback has it."""
+
+    file: str
+    line: int
+    function: str
+    code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +255,15 @@ class SourceLine:
         return f"{self.file}:{self.line}"
 
 
-def line_of_failure(failure: FailureRecord | None, code: CodeRecord | None, workspace: Path) -> SourceLine | None:
-    """Return the last line of the traceback that is a file in the workspace and no installed package; else None.
-
-    code: the project as it was uploaded; files of the upload are found in the folder that they come from.
-    """
-    frames = _FRAME.findall(failure.traceback) if failure is not None else []
-    for file, line in reversed(frames):
-        if found := _in_workspace(_original(file, code), workspace):
-            return SourceLine(found, int(line))
-    return None
+def user_frames(failure: FailureRecord | None) -> list[Frame]:
+    """Return the last 20 frames of a traceback that are neither in the standard library nor in installed packages."""
+    lines = failure.traceback[-100_000:].splitlines() if failure is not None else []
+    frames = []
+    for text, below in pairwise([*lines, ""]):
+        if (match := _FRAME.match(text)) and not _is_installed(match["file"]):
+            code = below.strip() if below.startswith("    ") and not _FRAME.match(below) else ""
+            frames.append(Frame(match["file"], int(match["line"]), match["name"] or "", code))
+    return frames[-_MOST_FRAMES:]
 
 
 def line_of_problem(problem: Problem, workspace: Path, folder: Path) -> SourceLine | None:
@@ -179,32 +273,15 @@ def line_of_problem(problem: Problem, workspace: Path, folder: Path) -> SourceLi
     return SourceLine(found, int(match[2])) if match and found else None
 
 
-def _original(file: str, code: CodeRecord | None) -> str:
-    if code is None or not code.hash or not code.folder:
-        return file
-    _, found, rest = file.partition(f"/{code.hash}/")
-    return f"{code.folder}/{rest}" if found else file
-
-
-def is_installed(file: str) -> bool:
-    """Return whether a file of a traceback belongs to ddptrain, the standard library or an installed package."""
-    path = Path(file)
-    return bool(
-        _INSTALLED.search(file) or path.is_relative_to(_PACKAGE) or path.is_relative_to(_STANDARD) or "<frozen" in file
-    )
+def _is_installed(file: str) -> bool:
+    return bool(_INSTALLED.search(file)) or any(Path(file).is_relative_to(folder) for folder in _OURS)
 
 
 def _in_workspace(file: str, workspace: Path) -> str:
     """Return the path relative to the workspace; "" if it is elsewhere, or not the user's code."""
-    path = Path(file)
     try:
-        if is_installed(file):
-            return ""
-        resolved = path.resolve()
-        is_there = resolved.is_file()
+        path, root = Path(file).resolve(), workspace.resolve()
+        is_inside = not _is_installed(file) and path.is_file() and path.is_relative_to(root)
     except (OSError, ValueError, RuntimeError):  # ValueError: a NUL character; RuntimeError: a circle of links
         return ""
-    root = workspace.resolve()
-    if not is_there or not resolved.is_relative_to(root):
-        return ""
-    return str(PurePosixPath(resolved.relative_to(root)))
+    return str(PurePosixPath(path.relative_to(root))) if is_inside else ""

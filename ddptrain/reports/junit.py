@@ -11,8 +11,7 @@ from xml.etree import ElementTree as ET
 
 from ddptrain.errors import ExitCode
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts, RankResult
-from ddptrain.reports.report import RunReport
+from ddptrain.reports.facts import Facts, RankResult, RunReport
 from ddptrain.sanitize import sanitized
 
 FAILURE, ERROR, SKIPPED = "failure", "error", "skipped"

@@ -13,8 +13,7 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts, SourceLine
-from ddptrain.reports.report import RunReport, StageReport
+from ddptrain.reports.facts import Facts, RunReport, SourceLine, StageReport
 from ddptrain.results.lookup import RunView
 from ddptrain.results.show.curves import Curve, Panel, Plot, Points, whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs

@@ -57,7 +57,7 @@ from ddptrain.retrain.messages import compose, events_to_report, known_states
 from ddptrain.retrain.start import ModelLock, RetrainOptions, StageOutput
 
 if TYPE_CHECKING:
-    from ddptrain.reports.report import StageReport
+    from ddptrain.reports.facts import StageReport
     from ddptrain.retrain.evaluation import Evaluation
 
 
@@ -549,7 +549,7 @@ class Retraining:
         reporting = self.options.reporting
         if reporting is None or not reporting.destinations.are_wanted:
             return
-        from ddptrain.reports.report import RunReport
+        from ddptrain.reports.facts import RunReport
 
         view: RunView | None = None
         try:
@@ -565,7 +565,7 @@ class Retraining:
 
     def _stages(self, end: RetrainRecord) -> list[StageReport]:
         """Return all stages: those of this start, those of an earlier one, and those that were not reached."""
-        from ddptrain.reports.report import StageReport
+        from ddptrain.reports.facts import StageReport
 
         shown = {each["stage"]: each for each in self.out.stages}
         may_fail, stages = end.status == RetrainStatus.FAILED, []

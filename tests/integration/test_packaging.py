@@ -80,9 +80,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     extra = {"ddptrain/py.typed", "ddptrain/workloads/petnames/names.txt"}
     extra |= {"ddptrain/starter/gitignore", "ddptrain/starter/train.yaml", "ddptrain/starter/script.yaml"}
     extra |= {f"ddptrain-{VERSION}.data/data/share/man/man1/ddptrain.1"}
-    scripts, templates = ("chart.js", "curves.js", "page.js", "sweep.js", "report.css"), "page parts runs sweep"
-    extra |= {f"ddptrain/reports/html/static/{name}" for name in scripts}
-    extra |= {f"ddptrain/reports/html/templates/{name}.html.j2" for name in templates.split()}
+    of_page = [*(f"static/{name}" for name in ("chart.js", "curves.js", "page.js", "page.css"))]
+    of_page += [f"static/uplot/{name}" for name in ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css")]
+    of_page += [f"templates/{name}.html.j2" for name in ("list", "models", "page", "parts", "runs", "sweep")]
+    extra |= {f"ddptrain/reports/{name}" for name in of_page}
     extra |= {f"ddptrain/schedule/templates/{name}.j2" for name in ("cron.sh", "service", "timer")}
     extra |= {"ddptrain/troubleshooting.md"}  # whose sections `ddptrain explain` prints
     assert CONFIGS

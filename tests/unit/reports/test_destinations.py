@@ -10,7 +10,7 @@ import pytest
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports.destinations import Destinations, Reporting, write_reports
-from ddptrain.reports.report import RunReport
+from ddptrain.reports.facts import RunReport
 from tests.unit.reports.runs import failed_run, run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ import pytest
 from ddptrain import ci
 from ddptrain.errors import Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.facts import RankResult, line_of_failure, line_of_problem, rank_results
-from ddptrain.reports.report import RunReport
+from ddptrain.reports.facts import Facts, RankResult, RunReport, line_of_problem, rank_results
 from ddptrain.results.run_record import CodeRecord, FailureRecord
 from tests.unit.reports.runs import failed_run, run
 
@@ -47,6 +47,12 @@ def test_exit_codes_count_where_events_are_missing_or_damaged(tmp_path: Path) ->
     assert rank_results(view)[0] == RankResult(0, "node-1", "failed", "exit code 3")
 
 
+def test_ranks_of_a_run_that_was_told_to_end_did_not_fail(tmp_path: Path) -> None:
+    ended = FailureRecord(0, "node-1", "interrupted", "SIGINT", "ended by a user")
+    results = rank_results(run(tmp_path, "cancelled", (-15, 1), failure=ended))
+    assert [each.outcome for each in results] == ["stopped", "stopped"]
+
+
 def test_run_without_ranks_has_none(tmp_path: Path) -> None:
     assert rank_results(run(tmp_path, "failed", attempts=())) == []
 
@@ -66,7 +72,9 @@ def workspace(tmp_path: Path) -> Path:
 def found(workspace: Path, *frames: str, code: CodeRecord | None = None, indent: str = "  ") -> str:
     trace = "".join(f"{indent}File {frame}, in main\n{indent}  call()\n" for frame in frames)
     text = f"Traceback (most recent call last):\n{trace}ValueError: 'File \"/x\", line 1'\n"
-    return str(line_of_failure(FailureRecord(traceback=text), code, workspace))
+    view = run(workspace.parent / "runs", "failed", failure=FailureRecord(traceback=text), code=code)
+    shutil.rmtree(view.layout.root.parent)
+    return str(Facts(RunReport.of_run(view), workspace).source)
 
 
 def test_last_frame_of_the_workspace_counts(workspace: Path) -> None:
@@ -83,7 +91,7 @@ def test_frames_elsewhere_and_without_a_file_are_none(workspace: Path) -> None:
     assert (
         found(workspace, '"<frozen importlib>", line 1', f'"{workspace}/gone.py", line 1', '"a\0b", line 2') == "None"
     )
-    assert line_of_failure(None, None, workspace) is line_of_failure(FailureRecord(), None, workspace) is None
+    assert found(workspace) == "None"
 
 
 def test_path_that_leaves_the_workspace_is_refused(workspace: Path) -> None:
@@ -130,18 +138,11 @@ def test_cause_is_that_of_the_run(tmp_path: Path, failure: FailureRecord | None,
     assert rejected.cause == "a 1 > 0; c is missing"
 
 
-@pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6])
-def test_failures_are_errors(exit_code: int) -> None:
-    assert RunReport("m", "x", exit_code).level == "error"
-
-
-@pytest.mark.parametrize("exit_code", [7, 8, 75, 129, 130, 131, 143])
-def test_early_ends_and_rejections_are_warnings(exit_code: int) -> None:
-    assert RunReport("m", "x", exit_code).level == "warning"
-
-
-def test_success_has_no_level() -> None:
-    assert RunReport("m", "x", 0).level == ""
+@pytest.mark.parametrize(
+    ("exit_code", "level"), [(0, ""), (1, "error"), (6, "error"), (7, "warning"), (130, "warning")]
+)
+def test_early_ends_and_rejections_are_warnings(exit_code: int, level: str) -> None:
+    assert RunReport("m", "x", exit_code).level == level
 
 
 def test_run_without_an_exit_code_is_no_success(tmp_path: Path) -> None:

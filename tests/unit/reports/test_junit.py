@@ -12,9 +12,8 @@ import xmlschema
 
 from ddptrain.errors import ClusterError, ConfigError, Problem, RunLocked
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.facts import read_facts
+from ddptrain.reports.facts import Facts, RunReport, StageReport
 from ddptrain.reports.junit import junit_xml
-from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import FailureRecord
 from tests.unit.reports.runs import failed_run, run
 
@@ -26,7 +25,7 @@ def schema() -> Any:
 
 def suite_of(report: RunReport, folder: Path) -> ET.Element:
     """The suite of the report, which is valid and whose counts are right."""
-    content = junit_xml(read_facts(report, folder))
+    content = junit_xml(Facts(report, folder))
     schema().validate(content.decode())
     root = ET.fromstring(content)
     (suite,) = root

@@ -11,9 +11,8 @@ from markdown_it import MarkdownIt
 
 from ddptrain.errors import ClusterError, ConfigError, Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.facts import read_facts
+from ddptrain.reports.facts import Facts, RunReport, StageReport
 from ddptrain.reports.markdown import cell, code, fenced, link, markdown, table
-from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import BestRecord, FailureRecord, GitRecord
 from tests.unit.reports.runs import TRACE, failed_run, run
 
@@ -29,7 +28,7 @@ JOB = {
 
 
 def text_of(report: RunReport, folder: Path, limit: int = 65_536, environ: Mapping[str, str] | None = None) -> str:
-    return markdown(read_facts(report, folder), environ or {}, limit)
+    return markdown(Facts(report, folder), environ or {}, limit)
 
 
 def test_run_that_succeeded(tmp_path: Path) -> None:
