@@ -109,9 +109,8 @@ def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") ->
         UsageError: there is no such version, or its workload is not built in.
         DdptrainError: a file is damaged, which the message names, or the registry cannot be read.
     """
-    from ddptrain.model_registry.model_reader import open_version
     from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.model_registry.registry import ModelRegistry
+    from ddptrain.model_registry.registry import ModelRegistry, open_version
     from ddptrain.workloads.saved_model import load_trained
 
     registry = ModelRegistry.open(os.fspath(models_dir))

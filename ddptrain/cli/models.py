@@ -16,7 +16,6 @@ from ddptrain.model_registry.reference import ModelReference, check_model_name, 
 from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:
-    from ddptrain.model_registry.model_reader import ModelState
     from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.registry import ModelRegistry
 
@@ -60,13 +59,14 @@ def list_(json: JsonOption = False) -> None:
     registry = _registry()
     table = [("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")]
     data: list[dict[str, Any]] = []
-    for state in map(registry.state, registry.models()):
+    for model in registry.models():
+        state = registry.state(model)
         number = state.version_of("champion")
-        champion = None if number is None else registry.version(state.model, number)
+        champion = None if number is None else registry.version(model, number)
         created, metrics = (_time(champion.created_at), _metrics(champion)) if champion else ("-", _NO_METRICS)
         others = [f"{alias} {version}" for alias, version in sorted(state.aliases.items()) if alias != "champion"]
-        table.append((state.model, str(number or "-"), created, metrics, ", ".join(others)))
-        known = {"model": state.model, "aliases": dict(state.aliases)}
+        table.append((model, str(number or "-"), created, metrics, ", ".join(others)))
+        known = {"model": model, "aliases": dict(state.aliases)}
         data.append({**known, "champion": champion.as_dict() if champion else None})
     if data or json:
         print_result(data, [clean_table(table)], as_json=json)
@@ -244,7 +244,7 @@ def export(
     Examples:
         ddptrain models export petnames@champion exported
     """
-    from ddptrain.model_registry.model_reader import open_version
+    from ddptrain.model_registry.registry import open_version
 
     registry = _registry()
     record = registry.resolve(parse_reference(model))
@@ -278,7 +278,7 @@ def _report(registry: ModelRegistry, model: str, change: Change | None, unchange
         write([f"{model}: version {change.version} {what}; aliases: {shown}"])
 
 
-def _row(record: VersionRecord, state: ModelState) -> tuple[str, ...]:
+def _row(record: VersionRecord, state: Change) -> tuple[str, ...]:
     aliases = ", ".join(state.aliases_of(record.version))
     version, created = str(record.version), _time(record.created_at)
     return version, aliases or "-", created, record.run_id, str(record.step), _metrics(record)
@@ -292,7 +292,7 @@ def _time(text: str) -> str:
     return text[:19].replace("T", " ")
 
 
-def _as_dict(record: VersionRecord, state: ModelState, rejected: Mapping[int, str]) -> dict[str, Any]:
+def _as_dict(record: VersionRecord, state: Change, rejected: Mapping[int, str]) -> dict[str, Any]:
     number = record.version
     about = {"aliases": state.aliases_of(number), "rejected": rejected.get(number)}
     return {**record.as_dict(), **about}

@@ -365,7 +365,7 @@ def prune(
         ddptrain results prune --older-than 30d
     """
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.model_registry.model_reader import ModelReader
+    from ddptrain.model_registry.registry import ModelRegistry
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs
     from ddptrain.results.runs import open_runs_dir
@@ -380,7 +380,7 @@ def prune(
     )
     place = opt.PLACES.runs
     runs = open_runs_dir(place)
-    registry = ModelReader.open(opt.PLACES.models)
+    registry = ModelRegistry.open(opt.PLACES.models)
     protected = protected_runs(registry)
     done = prune_runs(runs, policy, protected, dry_run=dry_run)
     print_result(done.as_dict(), _prune_lines(done, policy.max_size_bytes), as_json=json)

@@ -310,8 +310,7 @@ def open_trained(source: str, workload: str | None = None) -> tuple[Path, dict[s
 
 def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[str, Any]]:
     if is_model_reference(source):
-        from ddptrain.model_registry.model_reader import open_version
-        from ddptrain.model_registry.registry import ModelRegistry
+        from ddptrain.model_registry.registry import ModelRegistry, open_version
 
         registry = ModelRegistry.open(opt.PLACES.models)
         record = registry.resolve(parse_reference(source))

@@ -7,23 +7,20 @@ import json as json_
 import os
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo
 
 import typer
 
 from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.cli.train import reporting_of
-from ddptrain.errors import ExitCode, UsageError
+from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
 from ddptrain.text_tables import clean_table
 
-if TYPE_CHECKING:
-    from ddptrain.schedule.check import Finding
-
-schedules = typer.Typer(help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
+schedules = typer.Typer(help="Retrain at given times: add, list, remove.", no_args_is_help=True)
 notifications = typer.Typer(help="Notifications of runs and retrainings: try them.", no_args_is_help=True)
 
-_NONE = "no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one"
 _MINUTE = "%Y-%m-%d %H:%M"
 
 
@@ -123,7 +120,6 @@ def add(
         for line in installing.install(entry, Entries()):
             say(line)
         say(f"installed as {entry.name}; ddptrain schedule list shows it, schedule remove {entry.name} removes it")
-        say("run `ddptrain schedule check --quiet` each hour from cron to be notified if it is late")
     else:
         say(f"nothing is installed: add --install to install it with {target}")
     say(f"next time: {schedule.next(datetime.now(UTC)):{_MINUTE}} UTC")
@@ -131,25 +127,38 @@ def add(
 
 @schedules.command("list", short_help="Show the schedules, with the last and the next time.")
 def list_(json: opt.JsonOption = False) -> int:
-    """Show the installed schedules: the last retraining, the next time, and the state of the model.
+    """Show the installed schedules, the last retraining of each model, and the next time.
 
     Examples:
         ddptrain schedule list
     """
-    from ddptrain.schedule.check import check
-    from ddptrain.schedule.entries import Entries
+    from ddptrain.schedule.entries import Entries, slot_text
 
     entries, problems = Entries().readable()
-    found = [check(entry) for entry in entries]
+    found: list[dict[str, Any]] = []
+    rows = [("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT")]
+    for entry in entries:
+        last, text = None, "-"
+        try:
+            last = entry.last()
+        except DdptrainError as error:
+            text = f"unknown: {one_line(error)}"
+        zone = ZoneInfo(entry.schedule.zone)
+        if last is not None:
+            text = f"{datetime.fromisoformat(last.started_at).astimezone(zone):{_MINUTE}} {last.status}"
+        following = entry.schedule.next(datetime.now(UTC))
+        about = {"last": last and dataclasses.asdict(last), "next": slot_text(following)}
+        found.append({**dataclasses.asdict(entry), **about})
+        shown = f"{following.astimezone(zone):{_MINUTE}}"
+        rows.append((entry.name, entry.model, entry.at, entry.target, text, shown))
     if json:
-        print_json([_as_dict(finding) for finding in found])
+        print_json(found)
     elif found:
-        header = ("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT", "STATE")
-        write([clean_table([header, *map(_row, found)])])
+        write([clean_table(rows)])
     elif not problems:
-        say(_NONE)
+        say("no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one")
     for problem in problems:
-        say(f"{problem}")
+        say(problem)
     return ExitCode.CLUSTER if problems else ExitCode.SUCCEEDED
 
 
@@ -165,63 +174,6 @@ def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the
 
     entry = uninstall(name, Entries())
     write([f"removed the schedule {name} from {entry.target}"])
-
-
-@schedules.command(short_help="Report models whose retraining is late.")
-def check(
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only problems: for cron, which mails output.")
-    ] = False,
-    json: opt.JsonOption = False,
-) -> int:
-    """Report models without a successful retraining for longer than their schedule allows, and notify users once.
-
-    Exit code 0: none; 4: at least one is late, or could not be checked.
-
-    Examples:
-        ddptrain schedule check
-    """
-    from ddptrain.schedule import check as checking
-    from ddptrain.schedule.entries import Entries
-
-    schedules = Entries()
-    entries, problems = schedules.readable()
-    with schedules.locked():  # two checks at the same time would notify twice
-        found = [checking.check(entry, notify=True) for entry in entries]
-    bad = [each for each in found if each.state in (checking.State.LATE, checking.State.UNKNOWN)]
-    if json:
-        print_json([_as_dict(finding) for finding in found])
-    else:
-        write(f"{each.entry.name}: {each.state}: {each.reason}" for each in found if not quiet or each in bad)
-    for line in [*problems, *(f"{each.entry.name}: {warning}" for each in found for warning in each.warnings)]:
-        say(f"{line}")
-    if not (found or problems or quiet or json):
-        say(_NONE)
-    return ExitCode.CLUSTER if problems or bad else ExitCode.SUCCEEDED
-
-
-def _row(finding: Finding) -> tuple[str, ...]:
-    from zoneinfo import ZoneInfo
-
-    entry, last = finding.entry, finding.last
-    zone = ZoneInfo(entry.schedule.zone)
-    following = entry.schedule.next(datetime.now(UTC)).astimezone(zone)
-    shown = f"{datetime.fromisoformat(last.started_at).astimezone(zone):{_MINUTE}} {last.status}" if last else "-"
-    state = str(finding.state) if finding.state != "unknown" else f"unknown: {finding.reason}"
-    return entry.name, entry.model, entry.at, entry.target, shown, f"{following:{_MINUTE}}", state
-
-
-def _as_dict(finding: Finding) -> dict[str, Any]:
-    from ddptrain.schedule.entries import slot_text
-
-    about = dataclasses.asdict(finding)
-    del about["entry"], about["warnings"]
-    return {
-        **dataclasses.asdict(finding.entry),
-        **about,
-        "succeeded": slot_text(finding.succeeded) if finding.succeeded else None,
-        "next": slot_text(finding.entry.schedule.next(datetime.now(UTC))),
-    }
 
 
 @notifications.command("test", short_help="Send a test message to every target.")

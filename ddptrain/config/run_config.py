@@ -38,14 +38,6 @@ class ScriptWorkload(Strict):
         default=None, description="A module to run instead of a script, as python -m does."
     )
     args: list[Word] = Field(default_factory=list, description="Its arguments; numbers may stand without quotes.")
-    checkpoint: FilledText | None = Field(
-        default=None,
-        description="For retrain: the file or folder with the trained model, relative to the working directory.",
-    )
-    metrics: FilledText | None = Field(
-        default=None,
-        description="For retrain: the JSON file with the metrics of the trained model, as {val/loss: 2.1}.",
-    )
 
     @property
     def description(self) -> str:
@@ -298,7 +290,7 @@ class RunConfig(Strict):
                 "params", "is given, but the workload is a script", "a script takes workload.args, as [--lr, 0.1]"
             )
         if self.evaluate is not None and self.script is not None:
-            hint = "name the file with its metrics as workload.metrics"
+            hint = "its model is judged by the metrics that it gives ctx.checkpoint"
             raise wrong_field("evaluate", "is given, but the workload is a script", hint)
         if self.evaluate is not None and is_built_in(self.workload):
             raise wrong_field("evaluate", f"is given, but {self.workload} has its own evaluation", "leave it out")

@@ -539,6 +539,7 @@ class Attempt:
             if read_until - hang.silent_s >= self._inquiry.not_before:  # else it has just found a rank working
                 silent = f"no report or line for {hang.silent_s:.0f} s"
                 self.recorder.status(f"{silent}: asking the ranks where they are")
+                self.recorder.event("hang_suspected", message=silent)
             self._begin_inquiry(hang)
 
     def _begin_inquiry(self, hang: Hang | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Makes a version of a model from a run: its best checkpoint, or a script's output, and the small files it needs."""
+"""Makes a version of a model from a run: its best checkpoint, and the small files it needs."""
 
 from __future__ import annotations
 
@@ -74,25 +74,6 @@ def _whole(checkpoint: Path, names: tuple[str, ...]) -> Iterator[tuple[Path, tup
     with temp_folder("ddptrain-consolidate-") as scratch:
         made = consolidate(checkpoint, scratch / checkpoint.name, max_file_bytes=sys.maxsize)
         yield made.folder, made.files
-
-
-def add_output(
-    registry: ModelRegistry,
-    model: str,
-    view: RunView,
-    output: Path,
-    metrics: Mapping[str, float],
-    retrained: Retrained | None = None,
-) -> VersionRecord:
-    """Add what a script has written, a file or a folder, as the next version; return the existing one of this run.
-
-    Raises UsageError if the output cannot be read; StoreError.
-    """
-    files = [path for path in sorted(output.rglob("*")) if path.is_file()] if output.is_dir() else [output]
-    inside = output if output.is_dir() else output.parent
-    sources: dict[str, Path | bytes] = {f"output/{path.relative_to(inside).as_posix()}": path for path in files}
-    record = replace(_record(registry, model, view, retrained or Retrained()), metrics=metrics)
-    return registry.add_version(model, {**sources, **_existing(view.layout)}, record)
 
 
 def _existing(layout: RunLayout, *others: Path) -> dict[str, Path | bytes]:

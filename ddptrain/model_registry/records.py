@@ -98,22 +98,31 @@ class VersionRecord:
 class Change:
     """An entry of the history: what was done, and the complete state after it. The newest entry is the present state.
 
+    number: from 1; 0 is the state of a model without a history.
     action: created, promoted, rejected, rolled back, alias, alias removed, removed. reason: the text
     of the user or the gate.
     aliases: alias -> version number. removed: the latest versions that were deleted, or are being deleted.
     """
 
-    number: int
-    time: str
-    action: str
-    version: int
-    user: str
-    host: str
-    aliases: Mapping[str, int]
+    number: int = 0
+    time: str = ""
+    action: str = ""
+    version: int = 0
+    user: str = ""
+    host: str = ""
+    aliases: Mapping[str, int] = field(default_factory=dict)
     alias: str = ""
     reason: str = ""
     removed: tuple[int, ...] = ()
     schema: int = SCHEMA
+
+    def version_of(self, alias: str) -> int | None:
+        """Return the version that an alias points to after this change."""
+        return self.aliases.get(alias)
+
+    def aliases_of(self, version: int) -> list[str]:
+        """Return the aliases of a version after this change, in alphabetical order."""
+        return sorted(alias for alias, number in self.aliases.items() if number == version)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry as JSON data."""

@@ -12,53 +12,201 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
 
+from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import hash_file, sha256
-from ddptrain.model_registry.model_reader import RECORD, ModelReader, ModelState
+from ddptrain.file_ops import hash_file, publish, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import Change, ModelFile, VersionRecord
-from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, check_alias, check_model_name
+from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
+from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, ModelReference, check_alias, check_model_name
 from ddptrain.results.run_record import utc_now
-from ddptrain.storage.object_store import ObjectStore
-from ddptrain.storage.store import NoConditionalWrites, Store, WriteConflict
+from ddptrain.storage.object_store import ObjectStore, open_folder
+from ddptrain.storage.store import NoConditionalWrites, NotFound, Store, WriteConflict, is_url
 
+RECORD = "version.json"
+_RECORD_BYTES = 4 << 20
 _CLAIM = "claim.json"
 _MOST_CONFLICTS = 50
 _MOST_REMOVED = 100  # their files are gone long before: each clean-up completes what an earlier one has begun
 _ABANDONED_S = 86_400.0  # no version takes as long to write
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """A change of a model that has not been written yet."""
-
-    action: str
-    version: int
-    aliases: Mapping[str, int]
-    alias: str = ""
-
-
-class ModelRegistry(ModelReader):
+class ModelRegistry:
     """The models of one place. All methods raise StoreError if the place cannot be read or written."""
 
     def __init__(self, folder: Store) -> None:
-        super().__init__(folder)
+        self.folder = folder
         self._keeps_conditions = isinstance(folder, OwnFolder)
+
+    @classmethod
+    def open(cls, place: str) -> Self:
+        """Open a folder, or an object store if it is a URL. Raises UsageError."""
+        if not is_url(place):
+            return cls(OwnFolder(Path(os.path.abspath(os.path.expanduser(place)))))
+        folder = open_folder(place)
+        folder.check()
+        return cls(folder)
+
+    @property
+    def where(self) -> str:
+        """The folder or URL, for messages."""
+        return self.folder.url
+
+    def models(self) -> list[str]:
+        """Return the names of all models, in alphabetical order."""
+        return [name for name in self.folder.folders() if self._is_model(name)]
+
+    def state(self, model: str) -> Change:
+        """Return the last change of a model, which has its present state. Raises RegistryDamaged."""
+        check_model_name(model)
+        newest = max(self._change_numbers(model), default=0)
+        return self._change(model, newest) if newest else Change()
+
+    def history(self, model: str) -> list[Change]:
+        """Return every change of a model, oldest first. Raises RegistryDamaged."""
+        check_model_name(model)
+        return [self._change(model, number) for number in sorted(self._change_numbers(model))]
+
+    def champions_before(self, model: str, version: int) -> list[int]:
+        """Return the champions before `version` became it, oldest first, without those that were rolled back."""
+        champions: list[int] = []
+        for change in self.history(model):
+            champion = change.aliases.get(CHAMPION)
+            if champion is None or champions[-1:] == [champion]:
+                continue
+            if change.action == "rolled back" and champion in champions:
+                while champions[-1] != champion:
+                    champions.pop()
+            else:
+                champions.append(champion)
+        last = max((at for at, each in enumerate(champions) if each == version), default=0)
+        return [each for each in champions[:last] if each != version]
+
+    def rejections(self, model: str) -> dict[int, str]:
+        """Return why the gate has rejected a version, for each that was not promoted since."""
+        last = {each.version: each for each in self.history(model) if each.action in ("promoted", "rejected")}
+        return {version: change.reason for version, change in last.items() if change.action == "rejected"}
+
+    def versions(self, model: str) -> list[VersionRecord]:
+        """Return every complete version of a model, oldest first. Raises RegistryDamaged."""
+        check_model_name(model)
+        numbers = sorted(int(name) for name in self._below(model, "versions").folders() if name.isdecimal())
+        found = self._below(model, "versions").read_all([f"{number}/{RECORD}" for number in numbers])
+        return [self._parsed(model, int(PurePosixPath(path).parts[0]), data) for path, data in found.items()]
+
+    def version(self, model: str, number: int) -> VersionRecord:
+        """Return one version. Raises UsageError if it does not exist; RegistryDamaged."""
+        data = self._version_folder(model, number).read(RECORD, _RECORD_BYTES)
+        if data is None:
+            existing = ", ".join(str(version.version) for version in self.versions(model))
+            raise UsageError(f"model {model} has no version {number}; it has {existing or 'none'}")
+        return self._parsed(model, number, data)
+
+    def resolve(self, reference: ModelReference) -> VersionRecord:
+        """Return the version that a reference names. Raises UsageError if there is none; RegistryDamaged."""
+        state = self.state(reference.model)
+        if not state.number:
+            known = self.models()
+            hint = did_you_mean(reference.model, known) or "ddptrain models promote MODEL RUN makes the first version"
+            raise UsageError(
+                f"there is no model {reference.model} in {self.where}: {hint}; --models-dir names another place"
+            )
+        if reference.version is not None:
+            return self.version(reference.model, reference.version)
+        number = state.version_of(reference.alias)
+        if number is None:
+            aliases = sorted(state.aliases)
+            hint = did_you_mean(reference.alias, aliases) or "it has no aliases yet"
+            raise UsageError(f"model {reference.model} has no alias {reference.alias}: {hint}")
+        return self.version(reference.model, number)
+
+    def verify(self, record: VersionRecord) -> None:
+        """Compare every file of a version with its record. Raises RegistryDamaged, which names the file."""
+        folder = self._version_folder(record.model, record.version)
+        for file in record.files:
+            digest, size_bytes = sha256(), 0
+            try:
+                for chunk in folder.chunks(file.path):
+                    digest.update(chunk)
+                    size_bytes += len(chunk)
+            except NotFound:
+                raise self._damaged(record, file, "is missing") from None
+            self._check(record, file, size_bytes, digest.hexdigest())
+
+    def fetch(self, record: VersionRecord, target: Path) -> None:
+        """Copy a version's files into a new folder and verify them. Raises RegistryDamaged, which names the file."""
+        folder = self._version_folder(record.model, record.version)
+        for file in record.files:
+            path = target / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.fetch(file.path, path)
+            except NotFound:
+                raise self._damaged(record, file, "is missing") from None
+            self._check(record, file, *hash_file(path))
+
+    def _is_model(self, name: str) -> bool:
+        try:
+            check_model_name(name)
+        except UsageError:
+            return False
+        return bool(self._change_numbers(name))
+
+    def _change_numbers(self, model: str) -> list[int]:
+        names = [PurePosixPath(path) for path in self._below(model, "history").files()]
+        return [int(name.stem) for name in names if name.suffix == ".json" and name.stem.isdecimal()]
+
+    def _change(self, model: str, number: int) -> Change:
+        name = f"{number:06d}.json"
+        data = self._below(model, "history").read(name, _RECORD_BYTES)
+        where = f"{self.where}/{model}/history/{name}"
+        if data is None:
+            raise RegistryDamaged(f"{where} is missing")
+        return Change.from_json(data, where)
+
+    def _parsed(self, model: str, number: int, data: bytes) -> VersionRecord:
+        where = f"{self.where}/{model}/versions/{number}/{RECORD}"
+        record = VersionRecord.from_json(data, where)
+        if (record.model, record.version) != (model, number):
+            raise RegistryDamaged(f"{where} is damaged: it is of {record.model}, version {record.version}")
+        return record
+
+    def _below(self, model: str, name: str) -> Store:
+        return self.folder.below(model).below(name)
+
+    def _version_folder(self, model: str, number: int) -> Store:
+        return self._below(model, "versions").below(str(number))
+
+    def _check(self, record: VersionRecord, file: ModelFile, size_bytes: int, digest: str) -> None:
+        if size_bytes != file.size_bytes:
+            raise self._damaged(record, file, f"has {size_bytes:,} bytes instead of {file.size_bytes:,}")
+        if digest != file.sha256:
+            raise self._damaged(record, file, "has another SHA-256 than its record")
+
+    def _damaged(self, record: VersionRecord, file: ModelFile, what: str) -> RegistryDamaged:
+        where = f"{self.where}/{record.model}/versions/{record.version}/{file.path}"
+        return RegistryDamaged(
+            f"version {record.version} of model {record.model} is damaged: {where} {what}; "
+            f"use another version (ddptrain models show {record.model})"
+        )
+
+    # --- changes ---
 
     def add_version(self, model: str, sources: Mapping[str, Path | bytes], record: VersionRecord) -> VersionRecord:
         """Write a new version, and return its record with number, time and files.
 
         sources: the path of each file in the version -> its content, or a local file with it. The same run and step is
         added once: a second call returns the existing version. If the process dies on the way, nothing has been added,
-        and prune_versions() deletes what was written a day later.
+        and the clean-up deletes what was written a day later.
 
         Raises UsageError if a local file cannot be read.
         """
@@ -76,11 +224,11 @@ class ModelRegistry(ModelReader):
         folder.write(RECORD, complete.to_json())
         earlier: list[VersionRecord] = []
 
-        def edit(state: ModelState) -> Edit | None:
+        def edit(state: Change) -> Change | None:
             if others := [each for each in self._same_training(model, record) if each.version != number]:
                 created = {change.version for change in self.history(model) if change.action == "created"}
                 earlier[:] = [each for each in others if each.version in created]
-            return None if earlier else Edit("created", number, state.aliases)
+            return None if earlier else replace(state, action="created", version=number)
 
         self.change(model, edit)
         if earlier:  # another process has added it meanwhile
@@ -103,7 +251,7 @@ class ModelRegistry(ModelReader):
         record = self.version(model, number)
         self.verify(record)
 
-        def edit(state: ModelState) -> Edit | None:
+        def edit(state: Change) -> Change | None:
             champion = state.version_of(CHAMPION)
             if champion == number:
                 return None
@@ -115,7 +263,7 @@ class ModelRegistry(ModelReader):
             moved = {**state.aliases, CHAMPION: number}
             if champion is not None:
                 moved[PREVIOUS] = champion
-            return Edit("promoted", number, moved)
+            return replace(state, action="promoted", version=number, aliases=moved)
 
         return self.change(model, edit, reason)
 
@@ -128,7 +276,7 @@ class ModelRegistry(ModelReader):
         """
         verified: int | None = None
 
-        def edit(state: ModelState) -> Edit:
+        def edit(state: Change) -> Change:
             nonlocal verified
             champion, previous = state.version_of(CHAMPION), state.version_of(PREVIOUS)
             if champion is None or previous is None:
@@ -142,7 +290,7 @@ class ModelRegistry(ModelReader):
             del moved[PREVIOUS]
             if left := [each for each in self.champions_before(model, previous) if each not in state.removed]:
                 moved[PREVIOUS] = left[-1]
-            return Edit("rolled back", previous, moved)
+            return replace(state, action="rolled back", version=previous, aliases=moved)
 
         change = self.change(model, edit, reason)
         assert change is not None
@@ -151,10 +299,10 @@ class ModelRegistry(ModelReader):
     def reject(self, model: str, number: int, reason: str) -> Change | None:
         """Record that the gate has rejected a version, once."""
 
-        def edit(state: ModelState) -> Edit | None:
+        def edit(state: Change) -> Change | None:
             if self.rejections(model).get(number) == reason:
                 return None
-            return Edit("rejected", number, state.aliases)
+            return replace(state, action="rejected", version=number)
 
         return self.change(model, edit, reason)
 
@@ -166,7 +314,7 @@ class ModelRegistry(ModelReader):
         if number is not None:
             self.version(model, number)
 
-        def edit(state: ModelState) -> Edit | None:
+        def edit(state: Change) -> Change | None:
             aliases = dict(state.aliases)
             before = aliases.pop(alias, None)
             if number is not None:
@@ -174,7 +322,7 @@ class ModelRegistry(ModelReader):
             if before == number:
                 return None
             action = "alias" if number is not None else "alias removed"
-            return Edit(action, number or before or 0, aliases, alias)
+            return replace(state, action=action, version=number or before or 0, aliases=aliases, alias=alias)
 
         return self.change(model, edit, reason)
 
@@ -186,12 +334,12 @@ class ModelRegistry(ModelReader):
         if number not in self.state(model).removed:
             self.version(model, number)
 
-        def edit(state: ModelState) -> Edit | None:
+        def edit(state: Change) -> Change | None:
             if number in state.removed:
                 return None
             if aliases := state.aliases_of(number):
                 raise UsageError(f"version {number} of {model} is {', '.join(aliases)}: move the alias first")
-            return Edit("removed", number, state.aliases)
+            return replace(state, action="removed", version=number)
 
         change = self.change(model, edit, reason)
         self._delete_files(model, number)
@@ -221,7 +369,7 @@ class ModelRegistry(ModelReader):
         for path in sorted(folder.files(), key=lambda path: path == _CLAIM):  # last: it marks the folder as incomplete
             folder.remove(path)
 
-    def change(self, model: str, edit: Callable[[ModelState], Edit | None], reason: str = "") -> Change | None:
+    def change(self, model: str, edit: Callable[[Change], Change | None], reason: str = "") -> Change | None:
         """Apply `edit` to the present state; write the result as the next entry of the history, unless it is None.
 
         edit: is called again with the newer state if another process was faster.
@@ -229,17 +377,15 @@ class ModelRegistry(ModelReader):
         self._require_conditions()
         for _ in range(_MOST_CONFLICTS):
             state = self.state(model)
-            made = edit(state)
-            if made is None:
+            if (made := edit(replace(state, alias=""))) is None:
                 return None
             if made.version in state.removed:
                 raise UsageError(f"model {model} has no version {made.version} any more: it was removed")
             removed = (*state.removed, *([made.version] if made.action == "removed" else []))[-_MOST_REMOVED:]
-            number, user, host = state.number + 1, user_name(), socket.gethostname()
-            about: dict[str, Any] = {"number": number, "time": utc_now(), "user": user, "host": host, "reason": reason}
-            change = Change(**about, **asdict(made), removed=removed)
+            by: dict[str, Any] = {"user": user_name(), "host": socket.gethostname(), "reason": reason}
+            change = replace(made, number=state.number + 1, time=utc_now(), removed=removed, **by)
             try:
-                self._below(model, "history").write_versioned(f"{number:06d}.json", change.to_json(), None)
+                self._below(model, "history").write_versioned(f"{change.number:06d}.json", change.to_json(), None)
             except WriteConflict:
                 continue
             return change
@@ -274,6 +420,48 @@ class ModelRegistry(ModelReader):
                 "processes could promote at the same time; use another store, or a folder"
             ) from error
         self._keeps_conditions = True
+
+
+def open_version(registry: ModelRegistry, record: VersionRecord) -> Path:
+    """Return the folder of a version after a comparison of all files with its record.
+
+    A version in an object store is copied into the user's cache once.
+
+    Raises RegistryDamaged, which names the file; StoreError.
+    """
+    if isinstance(registry.folder, OwnFolder):
+        registry.verify(record)
+        return Path(registry.folder.folder, record.model, "versions", str(record.version))
+    copy = _copy_folder(registry, record)
+    if not _is_complete(copy, record):
+        incoming = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            incoming.mkdir(mode=0o700, parents=True)
+            registry.fetch(record, incoming)
+            try:
+                publish(incoming, copy)
+            except OSError:  # there is a copy: a damaged one, or that of another process, which reads it already
+                if not _is_complete(copy, record):
+                    shutil.rmtree(copy, ignore_errors=True)
+                    publish(incoming, copy)
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+    return copy
+
+
+def _copy_folder(registry: ModelRegistry, record: VersionRecord) -> Path:
+    from platformdirs import user_cache_path
+
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", registry.where)[-40:].strip("-")
+    place = f"{slug}-{sha256(registry.where.encode()).hexdigest()[:8]}"
+    return user_cache_path("ddptrain", appauthor=False) / "models" / place / record.model / str(record.version)
+
+
+def _is_complete(folder: Path, record: VersionRecord) -> bool:
+    try:
+        return all(hash_file(folder / file.path) == (file.size_bytes, file.sha256) for file in record.files)
+    except OSError:
+        return False
 
 
 def _hashed(source: Path | bytes) -> tuple[int, str]:

@@ -1,39 +1,31 @@
 """What a retraining has done so far, as JSON beside the versions of its model; a later start continues from it.
 
 MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
-MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
-MODEL/retrainings/run.lock         the lock of the process that retrains the model (see ownership.py)
-MODEL/retrainings/late             when users were last notified that the model is late
-MODEL/skipped/TIME-TOKEN.json      a start that did nothing, or that a later start has continued, and why
+MODEL/retrainings/000001.listing   the listing of its training data (see retrain/fingerprint.py)
+MODEL/retrainings/run.lock         the lock of the process that retrains the model (see retrain/start.py)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import secrets
-import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Any, Self, cast
+from typing import Self, cast
 
-from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Numbers, RegistryDamaged, decoded
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.run_record import as_json_data, utc_now
-from ddptrain.storage.store import Store, Versioned
+from ddptrain.results.run_record import as_json_data
+from ddptrain.storage.store import Store
 
 SCHEMA = 1
 _RECORD_BYTES = 4 << 20
-_KEPT_SKIPS = 100
 _KEPT_LISTINGS = 50
 _KEPT_RECORDS = 200  # more than any reader looks at
-_LATE = "late"
 
 
 class Stage(StrEnum):
@@ -82,7 +74,6 @@ class RetrainRecord:
     stage: the last stage that is complete (see Stage).
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
     data: the digest of the training data. difference: how the data differ from those of the champion, in words.
-    outputs: the states of a script's outputs before it ran, so that old ones are not taken for its own.
     scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
     notes: what the evaluation could not do, in words. promoted_anyway: although the gate rejected it.
     champion: the version that was the champion before, None if there was none. version: the version that it created.
@@ -108,7 +99,6 @@ class RetrainRecord:
     difference: tuple[str, ...] = ()
     n_files: int = 0
     size_bytes: int = 0
-    outputs: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, Numbers] = field(default_factory=dict)
     held_out: str = ""
     notes: tuple[str, ...] = ()
@@ -147,51 +137,34 @@ class RetrainRecord:
 
 
 class RetrainRecords:
-    """The retrainings of one model. All methods raise StoreError if the registry cannot be read or written."""
+    """The retrainings of one model. All methods raise StoreError if the registry cannot be read or written.
+
+    The process that holds the lock of the model writes.
+    """
 
     def __init__(self, registry: Store, model: str) -> None:
         """registry: the folder of all models (ModelRegistry.folder)."""
         self._folder = registry.below(model).below("retrainings")
-        self._skipped = registry.below(model).below("skipped")
-        self._is_folder = isinstance(registry, OwnFolder)
-        self._written: dict[int, Versioned] = {}
 
     def newest(self, count: int) -> list[RetrainRecord]:
         """Return the newest `count` retrainings, newest first. Raises RegistryDamaged."""
-        numbers = sorted(self.numbers(), reverse=True)[:count]
-        contents = self._folder.read_all([_name(number) for number in numbers])
+        contents = self._folder.read_all([_name(number) for number in self._numbers(".json")[:count]])
         return [RetrainRecord.from_json(data, f"{self._folder.url}/{name}") for name, data in contents.items()]
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of all retrainings."""
-        return self._numbers(".json")
 
     def _numbers(self, suffix: str) -> list[int]:
         paths = [PurePosixPath(path) for path in self._folder.files()]
-        return [int(path.stem) for path in paths if path.suffix == suffix and path.stem.isdecimal()]
-
-    def next_number(self) -> int:
-        """Return the number of the next retraining."""
-        return max(self.numbers(), default=0) + 1
+        return sorted((int(p.stem) for p in paths if p.suffix == suffix and p.stem.isdecimal()), reverse=True)
 
     def create(self, record: RetrainRecord) -> RetrainRecord:
-        """Write a new retraining, under the next number if it has none. Raises WriteConflict if another process did."""
-        number = record.number or self.next_number()
-        numbered = dataclasses.replace(record, number=number)
-        self._written[number] = self._folder.write_versioned(_name(number), numbered.to_json(), None)
+        """Write a new retraining under the next number, and return it. Raises WriteConflict if another process did."""
+        numbered = dataclasses.replace(record, number=max(self._numbers(".json"), default=0) + 1)
+        self._folder.write_versioned(_name(numbered.number), numbered.to_json(), None)
         return numbered
 
-    def adopt(self, number: int) -> RetrainRecord:
-        """Read a retraining that this process continues. Raises RegistryDamaged."""
+    def read(self, number: int) -> RetrainRecord:
+        """Return a retraining. Raises RegistryDamaged."""
         where = f"{self._folder.url}/{_name(number)}"
-        if self._is_folder:
-            data = self._folder.read(_name(number), _RECORD_BYTES)
-        else:
-            versioned = self._folder.read_versioned(_name(number))
-            data = versioned.data if versioned else None
-            if versioned:
-                self._written[number] = versioned
-        if data is None:
+        if (data := self._folder.read(_name(number), _RECORD_BYTES)) is None:
             raise RegistryDamaged(f"{where} is missing")
         record = RetrainRecord.from_json(data, where)
         if record.number != number:  # update() would replace another one
@@ -199,12 +172,8 @@ class RetrainRecords:
         return record
 
     def update(self, record: RetrainRecord) -> None:
-        """Rewrite a retraining of this process. Raises WriteConflict if another process has changed it."""
-        if self._is_folder:  # this process holds the lock of the model
-            self._folder.write(_name(record.number), record.to_json())
-        else:
-            before = self._written[record.number]
-            self._written[record.number] = self._folder.write_versioned(_name(record.number), record.to_json(), before)
+        """Rewrite a retraining."""
+        self._folder.write(_name(record.number), record.to_json())
 
     def write_listing(self, number: int, data: bytes) -> None:
         """Write the listing of the training data of a retraining."""
@@ -212,45 +181,17 @@ class RetrainRecords:
 
     def listed(self) -> list[int]:
         """Return the numbers of the retrainings whose listing is kept, newest first."""
-        return sorted(self._numbers(".listing"), reverse=True)
+        return self._numbers(".listing")
 
     def listing(self, number: int) -> bytes | None:
         """Return the listing of the training data of a retraining, None if there is none."""
         return self._folder.read(f"{number:06d}.listing")
 
-    def add_skip(self, reason: str, slot: str) -> None:
-        """Record a start that has no record of its own; only the newest are kept."""
-        time = utc_now()
-        skip = {"time": time, "reason": reason, "slot": slot, "host": socket.gethostname(), "pid": os.getpid()}
-        name = f"{time.replace(':', '')}-{secrets.token_hex(3)}.json"
-        self._skipped.write(name, (json.dumps(skip) + "\n").encode())
-        for old in sorted(self._skipped.files())[:-_KEPT_SKIPS]:
-            self._skipped.remove(old)
-
-    def late_told(self) -> str:
-        """Return when users were last notified that the model is late, "" for never. A later success ends this."""
-        told_at = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
-        return told_at if _is_time(told_at) else ""
-
-    def record_late(self) -> None:
-        """Record that users were notified just now that the model is late."""
-        self._folder.write(_LATE, f"{utc_now()}\n".encode())
-
-    def skips(self) -> list[dict[str, Any]]:
-        """Return the newest starts without a record of their own, oldest first: time, reason, slot, host and pid."""
-        contents = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
-        skips: list[dict[str, Any]] = []
-        for data in contents.values():
-            with suppress(ValueError, RecursionError, TypeError):
-                skips.append(dict(json.loads(data)))
-        return skips
-
     def remove_older(self, versions: Collection[int]) -> None:
         """Delete the oldest listings and records. The records of `versions`, and unfinished ones, stay."""
-        for path in [path for path in sorted(self._folder.files()) if path.endswith(".listing")][:-_KEPT_LISTINGS]:
-            self._folder.remove(path)
-        old = [_name(number) for number in sorted(self.numbers())[:-_KEPT_RECORDS]]
-        for name, data in self._folder.read_all(old).items():
+        for number in self.listed()[_KEPT_LISTINGS:]:
+            self._folder.remove(f"{number:06d}.listing")
+        for name, data in self._folder.read_all([_name(n) for n in self._numbers(".json")[_KEPT_RECORDS:]]).items():
             with suppress(RegistryDamaged):  # it stays: it may be of a version
                 record = RetrainRecord.from_json(data, name)
                 if record.version not in versions and not record.is_running:

@@ -1,7 +1,7 @@
-"""Reports the start, progress and end of a retraining to a check server, by the protocol of healthchecks.io.
+"""Reports the start and the end of a retraining to a check server, by the protocol of healthchecks.io.
 
     POST URL/start?rid=ID     start
-    POST URL/log?rid=ID       progress; the body contains the newest lines
+    POST URL/log?rid=ID       an end after which the next start continues; does not change the state of the check
     POST URL?rid=ID           success
     POST URL/7?rid=ID         end with exit status 7
     POST URL/fail?rid=ID      failure without an exit status
@@ -12,17 +12,14 @@ The server reports a check that fails, or that is silent for longer than its per
 from __future__ import annotations
 
 import base64
-import os
-import queue
 import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from http.client import HTTPException
-from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.errors import one_line
@@ -32,73 +29,41 @@ from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.sanitize import sanitized
 
 _log = Log(__name__)
-
 BODY_BYTES = 10_000  # what healthchecks.io stored at first, and other servers still do
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 _ATTEMPT_S = 5.0  # for one request
-_MAX_STATUS = 255
 _PASSING = (408, 425, 429)  # besides 5xx: the server may take the request later
 _SILENT = "the server does not answer"
-_REFUSED = (b"OK (not found)", b"OK (rate limited)")  # healthchecks.io answers so with the status 200
-_SHORTEST_TOKEN = 12  # shorter parts of the URL, as the host, may occur in any text
-
-
-@dataclass(frozen=True, slots=True)
-class _Ping:
-    suffix: str  # "start", "log", "fail", an exit status, or "" for success
-    body: str
-    deadline: float  # by time.monotonic()
-    is_last: bool
+_REFUSED = ("OK (not found)", "OK (rate limited)")  # healthchecks.io answers so with the status 200
+_SHORTEST_TOKEN = 8  # shorter parts of the URL may occur in any text
 
 
 class Heartbeat:
-    """The check of one retraining; a thread of its own sends, so that no server delays anything. Raises nothing.
+    """The check of one retraining. Raises nothing.
 
-    The thread is a daemon: a process that ends does not wait for a silent server.
+    Threads send, so that no server delays anything. They are daemons: a process that ends does not wait for a server.
     """
 
-    def __init__(
-        self,
-        url: str | None,
-        *,
-        timeout_s: float = 20.0,
-        interval_s: float = 300.0,
-        secrets: Iterable[str] = (),
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, url: str | None, *, timeout_s: float = 20.0, secrets: Iterable[str] = ()) -> None:
         """`url` may be env:NAME; with None nothing is sent.
 
-        timeout_s: how long one message may take with all repetitions. interval_s: the time between two messages about
-        progress. secrets: texts that no message may contain.
+        timeout_s: how long one message may take with all repetitions. secrets: texts that no message may contain.
         """
-        present = os.environ if environ is None else environ
-        self._url = from_environment(url, present) if url else ""
-        self._name = url if url and url.startswith(FROM_ENV) else "notify.heartbeat"
-        self._timeout_s, self._interval_s = timeout_s, interval_s
-        self._secrets = _longest_first(secrets)
-        self._run_id = str(uuid.uuid4())
-        self._pings: queue.SimpleQueue[_Ping] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._progress = ""
+        self._url = from_environment(url) if url else ""
+        unusable = _problem_of(self._url)
+        parts = urlsplit("" if unusable else self._url)
+        host = parts.netloc.rpartition("@")[2]
+        tokens = {part for part in secret_parts(self._url) if len(part) >= _SHORTEST_TOKEN}
+        self._secrets = sorted({*secrets, *tokens} - {host, str(parts.hostname)}, key=len, reverse=True)
+        self._timeout_s, self._rid = timeout_s, str(uuid.uuid4())
+        self._last: threading.Thread | None = None  # it sends the latest message
         self._ending = threading.Event()
-        self._ended = threading.Event()
-        self._problems: list[str] = []
-        problem = (problem_of_variable(url, present) or _problem_of(self._url)) if url else ""
-        if problem:
+        self.problems: list[str] = []  # which messages were not delivered and why, one line each, without secrets
+        name = url if url and url.startswith(FROM_ENV) else "notify.heartbeat"
+        self.target = f"{name} ({parts.scheme}://{host})" if host else name
+        if problem := (problem_of_variable(url) or unusable) if url else "":
             self._url = ""
             self._warn(problem)
-
-    @property
-    def target(self) -> str:
-        """The entry of the configuration with scheme and host, without secrets."""
-        return f"{self._name} ({_origin(urlsplit(self._url))})" if self._url else self._name
-
-    @property
-    def problems(self) -> list[str]:
-        """Which messages were not delivered and why, one line each, without secrets."""
-        with self._lock:
-            return list(self._problems)
 
     @property
     def warnings(self) -> list[str]:
@@ -106,17 +71,9 @@ class Heartbeat:
         return [f"heartbeat not delivered to {self.target}: {problem}" for problem in self.problems]
 
     def begin(self) -> None:
-        """Send the start message in the thread; return at once."""
-        self._put("start", "")
-
-    def progress(self, text: str) -> None:
-        """Add lines about the progress of the training; return at once.
-
-        Every `interval_s`, the newest 10 kB of what was added since are sent.
-        """
-        if self._url and not self._ending.is_set():
-            with self._lock:
-                self._progress = _newest(f"{self._progress}\n{text}" if self._progress else text)
+        """Send the start message; return at once."""
+        if self._url:
+            self._last = self._sending("start", "")
 
     def log(self, text: str) -> list[str]:
         """Like `end`, but the last message does not change the state of the check."""
@@ -127,85 +84,60 @@ class Heartbeat:
 
         exit_code: 0 for success, None for a failure without an exit code. text: the body, as the reason.
         """
-        if exit_code is not None and not 0 <= exit_code <= _MAX_STATUS:
-            exit_code = None
-        suffix = "fail" if exit_code is None else str(exit_code) if exit_code else ""
-        return self._finish(suffix, text)
+        is_status = exit_code is not None and 0 <= exit_code <= 255
+        return self._finish(str(exit_code or "") if is_status else "fail", text)
 
     def _finish(self, suffix: str, text: str) -> list[str]:
         if self._url and not self._ending.is_set():
             self._ending.set()
-            self._put(suffix, text, is_last=True)
-            if not self._ended.wait(self._timeout_s + 1):
+            sending = self._sending(suffix, text)
+            sending.join(self._timeout_s + 1)
+            if sending.is_alive():
                 self._warn(_SILENT)
         return self.warnings
 
-    def _put(self, suffix: str, text: str, *, is_last: bool = False) -> None:
-        if not self._url:
-            return
-        self._pings.put(_Ping(suffix, self._body(text), time.monotonic() + self._timeout_s, is_last))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._send_all, name="ddptrain-heartbeat", daemon=True)
-            self._thread.start()
+    def _sending(self, suffix: str, text: str) -> threading.Thread:
+        """Return a thread that sends a message after the one before."""
+        before, is_last, body = self._last, self._ending.is_set(), _newest(self._safe(text))
 
-    def _body(self, text: str) -> str:
-        tokens = [
-            part for part in secret_parts(self._url) if len(part) >= _SHORTEST_TOKEN and part not in self._hosts()
-        ]
-        return _newest(hide_credentials(hide_known(sanitized(text), _longest_first([*self._secrets, *tokens]))))
-
-    def _hosts(self) -> tuple[str, str]:
-        parts = urlsplit(self._url)
-        return parts.hostname or "", parts.netloc.rpartition("@")[2]
-
-    def _send_all(self) -> None:
-        """Send messages in their order, and progress once in an interval, until the last message is sent."""
-        next_progress = time.monotonic() + self._interval_s
-        ping = None
-        while ping is None or not ping.is_last:
+        def send() -> None:
+            if before is not None:
+                before.join()
             try:
-                ping = self._pings.get(timeout=max(0.0, next_progress - time.monotonic()))
-            except queue.Empty:
-                next_progress = time.monotonic() + self._interval_s
-                with self._lock:
-                    text, self._progress = self._progress, ""
-                if text:
-                    self._put("log", text)
-                continue
-            try:
-                problem = self._send(ping)
+                problem = self._send(suffix, body, is_last=is_last)
             except Exception as error:  # no error here may end the retraining
                 problem = f"{type(error).__name__}: {error}"
-            what = ping.suffix or "success"
             if problem:
-                self._warn(f"{what}: {problem}")
+                self._warn(f"{suffix or 'success'}: {problem}")
             else:
-                _log.info("heartbeat sent", target=self.target, kind=what)
-        self._ended.set()
+                _log.info("heartbeat sent", target=self.target, kind=suffix or "success")
 
-    def _send(self, ping: _Ping) -> str:
+        thread = threading.Thread(target=send, name="ddptrain-heartbeat", daemon=True)
+        thread.start()
+        return thread
+
+    def _send(self, suffix: str, body: str, *, is_last: bool) -> str:
         """Send one message, and repeat it after temporary failures. Return why it was not delivered, or "".
 
-        Once the last message waits, the others are not repeated.
+        Once the last message waits, the first one is not repeated.
         """
-        url = ping_url(self._url, ping.suffix, self._run_id)
+        url, deadline = ping_url(self._url, suffix, self._rid), time.monotonic() + self._timeout_s
         for pause_s in (*_PAUSES_S, None):
-            problem, may_pass = _post(url, ping.body, min(_ATTEMPT_S, max(0.1, ping.deadline - time.monotonic())))
-            left_s = ping.deadline - time.monotonic()
-            if not problem or not may_pass or pause_s is None or pause_s >= left_s:
+            problem, may_pass = _post(url, body, min(_ATTEMPT_S, max(0.1, deadline - time.monotonic())))
+            if not problem or not may_pass or pause_s is None or pause_s >= deadline - time.monotonic():
                 return problem
-            if ping.is_last:
+            if is_last:
                 time.sleep(pause_s)
             elif self._ending.wait(pause_s):
                 return problem
         return ""
 
+    def _safe(self, text: str) -> str:
+        return hide_credentials(hide_known(sanitized(text), self._secrets))
+
     def _warn(self, problem: str) -> None:
-        secrets = _longest_first([*self._secrets, *secret_parts(self._url)])
-        hidden = hide_known(problem, [secret for secret in secrets if secret not in self._hosts()])
-        line = " ".join(sanitized(hide_credentials(hidden)).split())
-        with self._lock:
-            self._problems.append(line)
+        line = " ".join(self._safe(problem).split())
+        self.problems.append(line)
         _log.warning("heartbeat not delivered", target=self.target, problem=line)
 
 
@@ -219,37 +151,25 @@ def ping_url(url: str, suffix: str, run_id: str) -> str:
 
 def _post(url: str, body: str, timeout_s: float) -> tuple[str, bool]:
     """Send a request. Returns why it failed, "" if it did not, and whether another attempt may succeed."""
-    address, authorization = _split_user(urlsplit(url))
+    parts = urlsplit(url)
+    address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
     headers = {"User-Agent": "ddptrain", "Content-Type": "text/plain; charset=utf-8"}
     request = urllib.request.Request(address, body.encode(), headers)
-    request.unredirected_hdrs.update(authorization)  # urllib would send other headers to any server it is redirected to
+    if parts.username is not None:  # urllib would send other headers to any server it is redirected to
+        user = base64.b64encode(f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()).decode()
+        request.unredirected_hdrs["Authorization"] = f"Basic {user}"
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            answer = response.read(100).strip()
-        return f"the server answered {answer.decode()}" if answer in _REFUSED else "", answer == _REFUSED[1]
+            answer = response.read(100).decode("utf-8", "replace").strip()
+        return f"the server answered {answer}" if answer in _REFUSED else "", answer == _REFUSED[1]
     except urllib.error.HTTPError as error:
         error.close()
         return f"the server answered {error.code} {error.reason}", error.code >= 500 or error.code in _PASSING
-    except TimeoutError:
-        return _SILENT, True
-    except urllib.error.URLError as error:
-        is_timeout = isinstance(error.reason, TimeoutError)
-        return _SILENT if is_timeout else _describe(error.reason), True
     except (OSError, HTTPException, ValueError) as error:
-        return _describe(error), not isinstance(error, ValueError)
-
-
-def _split_user(parts: SplitResult) -> tuple[str, dict[str, str]]:
-    """Return the URL without user and password, and the header that contains them: urllib takes them only so."""
-    if parts.username is None:
-        return parts.geturl(), {}
-    user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    header = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), header
-
-
-def _describe(error: BaseException | str) -> str:
-    return getattr(error, "strerror", None) or one_line(error)
+        cause = getattr(error, "reason", error)  # of a URLError
+        if isinstance(cause, TimeoutError):
+            return _SILENT, True
+        return getattr(cause, "strerror", None) or one_line(cause), not isinstance(error, ValueError)
 
 
 def _problem_of(url: str) -> str:
@@ -260,14 +180,6 @@ def _problem_of(url: str) -> str:
     except ValueError:
         is_web = False
     return "" if is_web else "it is not a URL that begins with https:// or http://"
-
-
-def _origin(parts: SplitResult) -> str:
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-
-
-def _longest_first(texts: Iterable[str]) -> list[str]:
-    return sorted(set(texts), key=len, reverse=True)
 
 
 def _newest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Notifies users of a run: of its failure, and of what its ranks send with ctx.alert."""
+"""Notifies users of a run or a sweep: alerts of ranks, a suspected hang, a restart that trains again, the end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.wording import counted, shorten
-from ddptrain.notify.sender import Kind, Message, code, send
+from ddptrain.config.wording import counted
+from ddptrain.notify.sender import Kind, Message, code, facts, send
 from ddptrain.results.run_record import RunStatus, root_cause
 from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import clean_line, duration
@@ -19,70 +20,82 @@ if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
     from ddptrain.results.lookup import RunView
 
-_ALERTS_EVERY_S = 60.0  # alerts in this time after a message are sent together
-_MOST_ALERTS = 20  # in one message
+_EVERY_S = 60.0  # what happens in this time after a message is sent together
+_MOST = 20  # in one message
 
 
 class RunMessages:
     """A run observer that sends messages to notify.urls. `tells_end`: also about the end of the run, as notify.on says.
 
-    A thread sends alerts, so that no server delays the run. What could not be sent is printed at the end of the run:
-    until then the terminal belongs to the display.
+    A thread sends what happens during the run, so that no server delays the run. What could not be sent is printed at
+    the end of the run: until then the terminal belongs to the display.
     """
 
     def __init__(self, resolved: ResolvedConfig, *, tells_end: bool) -> None:
         self._name, self._settings, self._secrets = resolved.config.name, resolved.config.notify, resolved.secrets
         self._tells_end = tells_end
-        self._alerts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._attempts = 0
+        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # what it is, and a line
         self._warnings: list[str] = []
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._send_alerts, name="ddptrain-alerts", daemon=True)
+        self._thread = threading.Thread(target=self._send_news, name="ddptrain-messages", daemon=True)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Send an alert."""
-        if event["event"] == "alert":
-            self._alerts.put(f"- rank {event['rank']}: {code(event['message'])}")
-            if self._thread.ident is None:
-                self._thread.start()
+        """Send what users want to know at once."""
+        match event:
+            case {"event": "alert", "rank": rank, "message": text}:
+                self._put("alert", f"rank {rank}: {code(text)}")
+            case {"event": "hang_suspected", "message": text} if "hang" in self._settings.on:
+                self._put("suspected hang", code(text))
+            case {"event": "run_started", "resumed_from": step}:
+                self._attempts += 1
+                self._from = "the beginning" if step is None else f"step {step}"
+            case {"event": "entered"} if self._attempts > 1 and "recovered" in self._settings.on:
+                self._attempts = 1
+                self._put("recovery", f"after a failure the run trains again, from {self._from}")
 
     def on_end(self, run: RunView) -> None:
         """Send what is left, and the end of the run."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        status, on = run.status, self._settings.on
-        if self._tells_end and ("always" in on or ("failed" in on and status == RunStatus.FAILED)):
+        ends: dict[str, str] = {RunStatus.FAILED: "failed", RunStatus.SUCCEEDED: "finished"}
+        event = ends.get(run.status, "always")
+        if self._tells_end and {event, "always"} & {*self._settings.on}:
             failure, cause = run.record.failure, root_cause(run.record.failure)
-            title = f"run {run.status_text}" + (f": {clean_line(cause)}" if cause else "")
-            facts = [
-                ("root cause", cause),
-                ("run", run.run_id),
-                ("duration", duration(run.duration_s)),
-                ("log", failure.log if failure is not None else ""),
-                ("directory", run.layout.where),
-            ]
-            lines = [f"- {name}: {code(value)}" for name, value in facts if value]
-            kind: Kind = "failure" if status == RunStatus.FAILED else "info"
-            self._send(title, [f"**{clean_line(self._name)}**: run {run.status_text}", "\n".join(lines)], kind)
+            noun = run.record.kind or "run"
+            what = f"{noun} {run.status_text}"
+            about = {
+                "root cause": cause,
+                noun: run.run_id,
+                "duration": duration(run.duration_s),
+                "log": failure.log if failure is not None else "",
+                "directory": run.layout.where,
+            }
+            kinds: dict[str, Kind] = {"failed": "failure", "finished": "success"}
+            title = what + (f": {clean_line(cause)}" if cause else "")
+            self._send(title, what, facts(about), kinds.get(event, "info"))
         for warning in self._warnings:
             print(f"ddptrain: warning: {sanitized(warning)}", file=sys.stderr, flush=True)
 
-    def _send_alerts(self) -> None:
-        while not (self._ended.is_set() and self._alerts.empty()):
-            lines: list[str] = []
-            while len(lines) < _MOST_ALERTS and not self._alerts.empty():
-                lines.append(self._alerts.get())
-            if lines:
-                what = counted(len(lines), "alert")
-                self._send(what, [f"**{clean_line(self._name)}**: {what} of the ranks", "\n".join(lines)], "warning")
-            self._wait_for_more()
+    def _put(self, what: str, line: str) -> None:
+        self._news.put((what, line))
+        if self._thread.ident is None:
+            self._thread.start()
 
-    def _wait_for_more(self) -> None:
-        until = time.monotonic() + _ALERTS_EVERY_S
-        while not self._ended.wait(0.5) and (self._alerts.empty() or time.monotonic() < until):
-            continue
+    def _send_news(self) -> None:
+        while not (self._ended.is_set() and self._news.empty()):
+            news: list[tuple[str, str]] = []
+            while len(news) < _MOST and not self._news.empty():
+                news.append(self._news.get())
+            if news:
+                title = ", ".join(counted(n, what) for what, n in Counter(what for what, _ in news).items())
+                self._send(title, title, [line for _, line in news], "warning")
+            until = time.monotonic() + _EVERY_S
+            while not self._ended.wait(0.5) and (self._news.empty() or time.monotonic() < until):
+                continue
 
-    def _send(self, title: str, blocks: Sequence[str], kind: Kind) -> None:
-        message = Message(shorten(f"{clean_line(self._name)}: {title}", 120), "\n\n".join(blocks), kind)
+    def _send(self, title: str, first: str, lines: Iterable[str], kind: Kind) -> None:
+        message = Message.of(self._name, title, first, lines, kind=kind)
         deliveries = send(message, self._settings.urls, secrets=self._secrets)
         self._warnings += [delivery.warning for delivery in deliveries if delivery.warning]

@@ -1,4 +1,4 @@
-"""Sends messages with Apprise, in a process of its own.
+"""Sends messages with Apprise, in a process of its own (sender_process.py).
 
 A process, because Apprise and the services' code block, log and start threads as they like: the process is killed at
 the deadline, so that a silent server holds up neither this process nor its end, and what it logs reaches no log of this
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ddptrain.config.sections.retraining import FROM_ENV
@@ -35,8 +35,7 @@ TIMEOUT_S = 20.0  # for all messages together
 _START_S = 30.0  # for the start of the process and for loading Apprise, about 1 s on an idle machine
 _SHORTEST_SECRET = 4
 _PROBLEM_CHARS = 300
-
-
+_TITLE_CHARS = 120
 Kind = Literal["info", "success", "warning", "failure"]
 
 
@@ -48,18 +47,43 @@ class Message:
     body: str
     kind: Kind = "info"
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        first: str,
+        lines: Iterable[str],
+        lists: Mapping[str, Iterable[str]] | None = None,
+        kind: Kind = "info",
+    ) -> Self:
+        """Return a message about a run or a model: its name with `first`, lines, and lists with titles.
+
+        The lines, in Markdown, become the items of lists; a list without lines is left out.
+        """
+        blocks = [f"**{clean_line(name)}**: {first}", "\n".join(f"- {line}" for line in lines)]
+        for heading, items in (lists or {}).items():
+            if listed := [f"- {item}" for item in items]:
+                blocks.append("\n".join([f"**{heading}**", "", *listed]))
+        return cls(shorten(f"{clean_line(name)}: {title}", _TITLE_CHARS), "\n\n".join(filter(None, blocks)), kind)
+
 
 def code(text: str) -> str:
     """Return the text as inline code, so that underscores and stars stay as they are."""
     return "`" + clean_line(text).replace("`", "'") + "`"
 
 
+def facts(about: Mapping[str, str]) -> list[str]:
+    """Return lines as "run: `names-1`" for a message; empty values are left out."""
+    return [f"{name}: {code(value)}" for name, value in about.items() if value]
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """What became of a message for one target. No field contains a URL, a token or a password.
 
-    target: the entry of the configuration, with scheme and host, as "env:SLACK_URL (slack)" or
-    "notify.urls[0] (json://10.0.0.5:8080)". problem: why it was not delivered, in one line; "" if it was.
+    target: the entry of the configuration, with the scheme, as "env:SLACK_URL (slack)" or "notify.urls[0] (json)".
+    problem: why it was not delivered, in one line; "" if it was.
     """
 
     target: str
@@ -83,55 +107,55 @@ def send(
     timeout_s: float = TIMEOUT_S,
     retries: int = 3,
     secrets: Iterable[str] = (),
-    environ: Mapping[str, str] | None = None,
 ) -> list[Delivery]:
     """Send the message to all URLs at the same time, and return what became of each. Raises nothing.
 
-    urls: Apprise URLs; env:NAME takes one, or several with commas between them, from a variable of `environ`.
+    urls: Apprise URLs; env:NAME takes one, or several with commas between them, from a variable.
     timeout_s: how long the servers may take in all. retries: for each target; the pause between two is 3 s.
     secrets: texts that the message must not contain, as those of the configuration.
     """
-    present = os.environ if environ is None else environ
-    names = [url if url.startswith(FROM_ENV) else f"notify.urls[{index}]" for index, url in enumerate(urls)]
-    problems = [problem_of_variable(url, present) for url in urls]
-    named = [
-        (name, from_environment(url, present))
-        for name, url, problem in zip(names, urls, problems, strict=True)
-        if not problem
-    ]
-    sent = iter(_send_named(_without(message, secrets), named, timeout_s, retries) if named else ())
-    deliveries = [
-        delivery
-        for name, problem in zip(names, problems, strict=True)
-        for delivery in ([Delivery(name, problem)] if problem else next(sent))
-    ]
-    for delivery in deliveries:
+    known = sorted(secrets, key=len, reverse=True)
+    title, body = (hide_credentials(hide_known(each, known)) for each in (message.title, message.body))
+    named: list[tuple[str, str]] = []
+    deliveries: dict[str, list[Delivery]] = {}
+    for index, url in enumerate(urls):
+        name = url if url.startswith(FROM_ENV) else f"notify.urls[{index}]"
+        problem = problem_of_variable(url)
+        if not problem and find_spec("apprise") is None:
+            problem = f"the package apprise is not installed: {install_command('notify')}"
+        deliveries[name] = [Delivery(name, problem)] if problem else []
+        if not problem:
+            named.append((name, from_environment(url)))
+    if named:
+        hidden = dataclasses.asdict(Message(title, body, message.kind))
+        for delivery_name, delivery in _send_named(hidden, named, timeout_s, retries):
+            deliveries[delivery_name].append(delivery)
+    found = [delivery for each in deliveries.values() for delivery in each]
+    for delivery in found:
         if delivery.problem:
             _log.warning("message not delivered", target=delivery.target, problem=delivery.problem)
         else:
             _log.info("message delivered", target=delivery.target, title=message.title)
-    return deliveries
+    return found
 
 
-def missing_variables(urls: Iterable[str | None], environ: Mapping[str, str] | None = None) -> list[str]:
+def missing_variables(urls: Iterable[str]) -> list[str]:
     """Return one line for each URL whose variable is not set: a check before a long training."""
-    present = os.environ if environ is None else environ
-    found = (problem_of_variable(url, present) for url in urls if url)
-    return list(dict.fromkeys(problem for problem in found if problem))
+    return list(dict.fromkeys(filter(None, map(problem_of_variable, urls))))
 
 
-def problem_of_variable(url: str, environ: Mapping[str, str]) -> str:
+def problem_of_variable(url: str) -> str:
     """Return what is wrong with the variable that env:NAME means; "" for nothing, and for a URL itself."""
-    name = url.removeprefix(FROM_ENV)
-    if name == url or environ.get(name, "").strip():
+    if from_environment(url):
         return ""
-    state = "is empty" if name in environ else "is not set"
+    name = url.removeprefix(FROM_ENV)
+    state = "is empty" if name in os.environ else "is not set"
     return f"the environment variable {name} {state}; it should contain a URL"
 
 
-def from_environment(url: str, environ: Mapping[str, str]) -> str:
+def from_environment(url: str) -> str:
     """Return the URL itself; "" if its variable is missing."""
-    return environ.get(url.removeprefix(FROM_ENV), "").strip() if url.startswith(FROM_ENV) else url
+    return os.environ.get(url.removeprefix(FROM_ENV), "").strip() if url.startswith(FROM_ENV) else url
 
 
 def secret_parts(url: str) -> list[str]:
@@ -147,65 +171,49 @@ def secret_parts(url: str) -> list[str]:
     return sorted((piece for piece in found if len(piece) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
-def _without(message: Message, secrets: Iterable[str]) -> Message:
-    known = sorted(secrets, key=len, reverse=True)
-    title, body = (hide_credentials(hide_known(each, known)) for each in (message.title, message.body))
-    return Message(title, body, message.kind)
+def _send_named(
+    message: Mapping[str, Any], named: list[tuple[str, str]], timeout_s: float, retries: int
+) -> Iterable[tuple[str, Delivery]]:
+    """Yield the name of each entry with what became of a target; an entry may have several targets."""
+    request = {**message, "urls": named, "timeout_s": timeout_s, "retries": retries}
+    lines, trouble = _call(json.dumps(request).encode(), timeout_s + _START_S)
+    silent = dict(named)
+    for line in lines:
+        try:
+            answer = json.loads(line)
+            name, url = named[answer["index"]]
+            service, problem = str(answer["service"]), str(answer["problem"])
+        except (ValueError, TypeError, LookupError):
+            continue
+        silent.pop(name, None)
+        yield name, Delivery(sanitized(f"{name} ({service})" if service else name), problem and _safe(problem, url))
+    for name, url in silent.items():
+        yield name, Delivery(name, _safe(trouble, url))
 
 
-def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float, retries: int) -> list[list[Delivery]]:
-    if find_spec("apprise") is None:
-        problem = f"the package apprise is not installed: {install_command('notify')}"
-        return [[Delivery(name, problem)] for name, _ in named]
-    request = {**dataclasses.asdict(message), "urls": named, "timeout_s": timeout_s, "retries": retries}
+def _call(request: bytes, timeout_s: float) -> tuple[list[bytes], str]:
+    """Return the lines of the process that sends, and why there may be none."""
     command = [sys.executable, "-P", "-W", "ignore", "-m", "ddptrain.notify.sender_process"]
-    output, trouble = b"", ""
+    what = "the process that sends it"
     try:
         done = subprocess.run(
             command,
-            input=json.dumps(request).encode(),
+            input=request,
             capture_output=True,
-            timeout=timeout_s + _START_S,
+            timeout=timeout_s,
             env=without_working_directory(os.environ),
             start_new_session=True,  # Ctrl-C at a terminal would end it before it has answered
             check=False,
         )
-        output = done.stdout
-        last = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        trouble = f"the process that sends it ended with {done.returncode}" + (f": {last[-1]}" if last else "")
     except subprocess.TimeoutExpired as expired:
-        output, trouble = (
-            expired.stdout or b"",
-            f"the process that sends it did not end within {timeout_s + _START_S:g} s",
-        )
+        return (expired.stdout or b"").splitlines(), f"{what} did not end within {timeout_s:g} s"
     except (OSError, ValueError) as error:
-        trouble = f"the process that sends it could not be started: {one_line(error)}"
-    return _deliveries(output, named, trouble)
+        return [], f"{what} could not be started: {one_line(error)}"
+    last = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return done.stdout.splitlines(), f"{what} ended with {done.returncode}" + (f": {last[-1]}" if last else "")
 
 
-def _deliveries(output: bytes, named: list[tuple[str, str]], trouble: str) -> list[list[Delivery]]:
-    """Read the lines of the process; an entry without any has failed because of `trouble`."""
-    found: dict[int, list[Delivery]] = {}
-    for line in output.splitlines():
-        try:
-            answer = json.loads(line)
-            index, delivery = int(answer["index"]), _delivery(answer, named)
-        except (ValueError, TypeError, LookupError):
-            continue
-        found.setdefault(index, []).append(delivery)
-    return [found.get(index) or [Delivery(name, _safe(trouble, url))] for index, (name, url) in enumerate(named)]
-
-
-def _delivery(answer: Mapping[str, Any], named: list[tuple[str, str]]) -> Delivery:
-    name, url = named[answer["index"]]
-    service, host = str(answer["service"]), str(answer["host"])
-    target = f"{name} ({service}{f'://{host}' if host else ''})" if service else name
-    problem = "" if answer["delivered"] else _safe(str(answer["problem"]), url, host) or "the service gave no reason"
-    return Delivery(sanitized(target), problem)
-
-
-def _safe(problem: str, url: str, host: str = "") -> str:
-    """Return the problem on one line, without any part of the URL except its host."""
-    secrets = [part for part in secret_parts(url) if not host or part not in (host, host.rpartition(":")[0])]
+def _safe(problem: str, url: str) -> str:
+    """Return the problem on one line, without any part of the URL."""
     line = " ".join(sanitized(problem).split())
-    return shorten(hide_credentials(hide_known(line, secrets)), _PROBLEM_CHARS)
+    return shorten(hide_credentials(hide_known(line, secret_parts(url))), _PROBLEM_CHARS)

@@ -5,7 +5,6 @@ It is killed by its parent, or ends by itself at the deadline, also if a thread 
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -37,11 +36,9 @@ def main() -> None:
     request = json.load(sys.stdin)
     lock = threading.Lock()
 
-    def answer(index: int, service: str, host: str, problem: str) -> None:
-        line = {"index": index, "service": service, "host": host, "problem": problem, "delivered": not problem}
+    def answer(index: int, service: str, problem: str) -> None:
         with lock:
-            answers.write(json.dumps(line) + "\n")
-            answers.flush()
+            print(json.dumps({"index": index, "service": service, "problem": problem}), file=answers, flush=True)
 
     timeout_s = request["timeout_s"]
     asset = apprise.AppriseAsset(
@@ -52,7 +49,7 @@ def main() -> None:
     threads = []
     for index, target in found:
         if isinstance(target, str):
-            answer(index, "", "", target)
+            answer(index, "", target)
             continue
         thread = threading.Thread(target=_send, args=(target, request, index, answer), daemon=True)
         thread.start()
@@ -74,7 +71,7 @@ def targets(url: str, asset: apprise.AppriseAsset) -> list[apprise.NotifyBase | 
 
 def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> None:
     """Send to one service. Its server may use half of the time, unless the URL says otherwise (rto, cto)."""
-    schema, host = shown(service)
+    scheme = service.url(privacy=True).partition("://")[0]
     try:
         half = request["timeout_s"] / 2
         service.socket_read_timeout = max(service.socket_read_timeout, half)
@@ -87,9 +84,9 @@ def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> Non
             timeout=request["timeout_s"],
             log_level=logging.DEBUG,
         )
-        answer(index, schema, host, "" if result else problem_of(result, request["timeout_s"]))
+        answer(index, scheme, "" if result else problem_of(result, request["timeout_s"]))
     except Exception as error:  # a plugin may raise anything; the other targets get their message
-        answer(index, schema, host, f"{type(error).__name__}: {error}")
+        answer(index, scheme, f"{type(error).__name__}: {error}")
 
 
 def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
@@ -102,24 +99,8 @@ def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
     causes = [found for entry in logs if entry.level == "DEBUG" and (found := _CAUSE.search(entry.message))]
     cause = " ".join(filter(None, causes[-1].groups())).strip() if causes else ""
     last = problems[-1].rstrip(".") if problems else ""
-    return f"{last} ({cause})" if last and cause and cause not in last else last or cause
-
-
-def shown(service: Any) -> tuple[str, str]:
-    """Return the scheme, and the host with its port if it is surely a host: with many services it is a token."""
-    scheme = service.url(privacy=True).partition("://")[0]
-    host, port = str(getattr(service, "host", None) or ""), getattr(service, "port", None)
-    if "host" not in service.template_tokens or not _is_host(host, has_port=bool(port)):
-        return scheme, ""
-    return scheme, f"{host}:{port}" if port else host
-
-
-def _is_host(text: str, *, has_port: bool) -> bool:
-    try:
-        ipaddress.ip_address(text)
-        return True
-    except ValueError:
-        return text == "localhost" or (bool(text) and (has_port or "." in text))
+    text = f"{last} ({cause})" if last and cause and cause not in last else last or cause
+    return text or "the service gave no reason"
 
 
 if __name__ == "__main__":

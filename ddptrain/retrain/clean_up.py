@@ -7,8 +7,6 @@ from typing import Any
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
-from ddptrain.model_registry.model_reader import ModelReader, ModelState
-from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import RetrainRecords
 from ddptrain.results.prune import PrunePolicy, PruneReport, prune
@@ -20,37 +18,25 @@ _LOOKED_AT = 50  # retrainings of each model
 
 
 @dataclass(frozen=True, slots=True)
-class VersionsReport:
-    """Which versions were deleted, or would be in a dry run; which stay, each with the reason; bytes that are freed."""
-
-    removed: tuple[int, ...]
-    kept: dict[int, str]
-    freed_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class CleanUpReport:
-    """What a clean-up has deleted."""
+    """What a clean-up has deleted: versions, and runs; kept: the versions that stay."""
 
-    versions: VersionsReport
+    versions: tuple[int, ...]
+    kept: tuple[int, ...]
     runs: PruneReport
-
-    @property
-    def freed_bytes(self) -> int:
-        """Bytes that were freed."""
-        return self.versions.freed_bytes + self.runs.freed_bytes
+    freed_bytes: int
 
     @property
     def summary(self) -> str:
         """One line, as "1 version and 2 runs deleted, 41.2 MiB freed"."""
-        versions, runs = counted(len(self.versions.removed), "version"), counted(len(self.runs.removed), "run")
+        versions, runs = counted(len(self.versions), "version"), counted(len(self.runs.removed), "run")
         problems = f"; {counted(len(self.runs.problems), 'problem')}" if self.runs.problems else ""
         return f"{versions} and {runs} deleted, {size(self.freed_bytes)} freed{problems}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON data."""
         return {
-            "versions": list(self.versions.removed),
+            "versions": list(self.versions),
             "runs": [decision.run.folder for decision in self.runs.removed],
             "freed_bytes": self.freed_bytes,
             "problems": list(self.runs.problems),
@@ -60,53 +46,31 @@ class CleanUpReport:
 def clean_up(registry: ModelRegistry, model: str, keep: int, runs_dir: str, name: str) -> CleanUpReport:
     """Delete the versions of a model, and the runs of a name, that `retrain.keep` does not keep.
 
-    Runs that other models use stay. A run that cannot be deleted is one of the problems of the report.
+    Versions with an alias (champion, previous, or a user's) stay, also if they get it at this moment, and runs that
+    other models use. What a killed process had begun to delete, or to write a day ago, is deleted too. A run that
+    cannot be deleted is one of the problems of the report.
 
     Raises StoreError, RegistryDamaged or UsageError if registry or runs cannot be read or written.
     """
-    versions = prune_versions(registry, model, keep)
-    runs = prune(
-        open_runs_dir(runs_dir), PrunePolicy(keep=2 * keep, failed_keep=keep // 2, name=name), protected_runs(registry)
-    )
-    return CleanUpReport(versions, runs)
-
-
-def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsReport:
-    """Delete all but the newest `keep` versions of a model.
-
-    Versions with an alias (champion, previous, or a user's) stay as well, also if they get it at
-    this moment. What a killed process had begun to delete, or to write a day ago, is deleted too.
-
-    Raises StoreError if the registry cannot be read or written; RegistryDamaged.
-    """
     state = registry.state(model)
     versions = [record for record in registry.versions(model) if record.version not in state.removed]
-    kept = _reasons_to_stay(versions, state, keep)
+    old = [record for record in versions[: max(0, len(versions) - keep)] if not state.aliases_of(record.version)]
     removed = []
-    for record in [record for record in versions if record.version not in kept]:
+    for record in old:
         try:
             registry.remove(model, record.version, reason=f"{keep} newer versions")
             removed.append(record)
         except UsageError:  # another process has just promoted it, or given it an alias
-            kept[record.version] = "in use"
+            continue
     registry.delete_leftovers(model)
-    numbers = tuple(record.version for record in removed)
-    return VersionsReport(numbers, kept, sum(record.size_bytes for record in removed))
+    policy = PrunePolicy(keep=2 * keep, failed_keep=keep // 2, name=name)
+    runs = prune(open_runs_dir(runs_dir), policy, protected_runs(registry))
+    kept = tuple(record.version for record in versions if record not in removed)
+    freed_bytes = sum(record.size_bytes for record in removed) + runs.freed_bytes
+    return CleanUpReport(tuple(record.version for record in removed), kept, runs, freed_bytes)
 
 
-def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int) -> dict[int, str]:
-    """Return version -> reason of all versions that stay. `versions`: oldest first."""
-    newest = {record.version for record in versions[max(0, len(versions) - keep) :]}
-    kept = {}
-    for record in versions:
-        if aliases := state.aliases_of(record.version):
-            kept[record.version] = ", ".join(aliases)
-        elif record.version in newest:
-            kept[record.version] = f"one of the {keep} newest"
-    return kept
-
-
-def protected_runs(registry: ModelReader) -> dict[str, str]:
+def protected_runs(registry: ModelRegistry) -> dict[str, str]:
     """Return the runs that must stay: run id -> the reason, as "champion of petnames".
 
     These are the runs of versions with an alias, and the runs that an unfinished retraining continues.

@@ -1,7 +1,9 @@
-"""`ddptrain retrain`: the stages of one start, from the lock of the model to the clean-up.
+"""`ddptrain retrain`: one start, from the lock of the model to the clean-up.
 
-Each stage is idempotent, and the record of the retraining (records.py) names the last one that is complete. So a start
-after a kill or a failure continues with the next stage.
+    lock ─ check data ─ train ─ evaluate ─ gate ─ promote ─ notify ─ clean up
+
+Each stage is idempotent, and the record of the retraining names the last one that is complete. So a start after a kill
+or a failure continues with the next stage.
 """
 
 from __future__ import annotations
@@ -11,17 +13,16 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.control.signals import signals_to
+from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import find_target, stop_run
 from ddptrain.errors import (
     SIGNALLED,
@@ -35,29 +36,34 @@ from ddptrain.errors import (
     one_line,
 )
 from ddptrain.log import Log
-from ddptrain.model_registry.registry import user_name
-from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
+from ddptrain.model_registry.add_run import Retrained, add_run
+from ddptrain.model_registry.records import RegistryDamaged
+from ddptrain.model_registry.reference import CHAMPION
+from ddptrain.model_registry.registry import ModelRegistry, open_version, user_name
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus, Stage
+from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.notify.run_messages import RunMessages
 from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
-from ddptrain.results.layout import new_run_id
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.checkpoints.verification import verify
+from ddptrain.results.layout import BEST, new_run_id
+from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.results.run_record import root_cause, utc_now
 from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
 from ddptrain.retrain.messages import compose, events_to_report, known_states
-from ddptrain.retrain.promotion import decide, outcome
-from ddptrain.retrain.start import RetrainOptions, Start
+from ddptrain.retrain.start import ModelLock, RetrainOptions, StageOutput
 
 if TYPE_CHECKING:
     from ddptrain.reports.facts import StageReport
+    from ddptrain.retrain.evaluation import Evaluation
 
 
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
-_PROGRESS_EVERY_S = 30.0
+_MOST_EVALUATIONS = 3
 _ENDED: Mapping[str, str] = {
     RetrainStatus.RUNNING: "was killed",
     RetrainStatus.FAILED: "had failed",
@@ -66,6 +72,7 @@ _ENDED: Mapping[str, str] = {
 _SIGNALLED = SIGNALLED | {ExitCode.PREEMPTED}
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
 _TO_BE_CONTINUED = (RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED)  # no failure: the next start continues
+_LAST_EVENT = ("number", "run_id", "slot", "champion", "version", "scores", "gate", "difference", "starts")
 
 
 def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
@@ -76,91 +83,94 @@ def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
     """
     if resolved.config.notify.urls:
         require("apprise", "notify", "leave out notify.urls")
-    return Retraining(Start.of(resolved, resolved.retrain, options)).run()
+    return Retraining(resolved, options).run()
 
 
 class Retraining:
-    """One start of the command."""
+    """One start of the command. record: what is written; its number is 0 until the retraining has begun.
 
-    def __init__(self, start: Start) -> None:
-        self.start = start
-        self.deadline = Deadline(start.settings.deadline)
+    earlier: the retrainings before it, newest first. digest: of the configuration.
+    """
+
+    def __init__(self, resolved: ResolvedConfig, options: RetrainOptions) -> None:
+        """Open the registry. Raises UsageError, StoreError."""
+        config = resolved.config
+        self.resolved, self.settings, self.options = resolved, resolved.retrain, options
+        self.model = self.settings.model
+        self.registry = ModelRegistry.open(config.models.dir)
+        self.records = RetrainRecords(self.registry.folder, self.model)
+        self.lock = ModelLock(self.registry.folder, self.model)
+        self.heartbeat = Heartbeat(config.notify.heartbeat, secrets=resolved.secrets)
+        self.out = StageOutput(options.output == "json")
+        self.signals = Signals(queue.SimpleQueue())
+        self.earlier: list[RetrainRecord] = []
+        self.out_of_time = False
+        about = {"slot": options.slot, "forced": options.force, "user": user_name(), "host": socket.gethostname()}
+        self.record = RetrainRecord(0, self.model, utc_now(), **about)  # type: ignore[arg-type]
 
     def run(self) -> int:
         """Go through the stages; record and show the end. Exceptions that are bugs are raised after that."""
-        began = datetime.now(UTC)
+        began_s = time.monotonic()
         with ExitStack() as stack:
-            self.start.signals = stack.enter_context(signals_to(queue.SimpleQueue()))
+            self.signals = stack.enter_context(signals_to(queue.SimpleQueue()))
             bug: BaseException | None = None
             try:
-                end = self._locked(stack)
+                end = self._lock_and_work(stack)
             except BaseException as error:
                 end = self._failed(error)
                 bug = None if isinstance(error, DdptrainError | KeyboardInterrupt) else error
-            duration_s = (datetime.now(UTC) - began).total_seconds()
-            if end.status != RetrainStatus.SKIPPED and not self.start.options.dry_run:
-                conclude(self.start, end, duration_s)
-            self.start.out.end(
-                f"retrain {self.start.settings.model} {end.status}: {end.reason}", self._last_event(end, duration_s)
-            )
-            report_end(self.start, end)
+            duration_s = time.monotonic() - began_s
+            if end.status != RetrainStatus.SKIPPED and not self.options.dry_run:
+                self._conclude(end, duration_s)
+            names = ("model", "status", "exit_code", "reason", *(_LAST_EVENT if end.number else ()))
+            last_event = {**{name: getattr(end, name) for name in names}, "duration_s": round(duration_s, 3)}
+            self.out.end(f"retrain {self.model} {end.status}: {end.reason}", last_event)
+            self._write_reports(end)
         if bug is not None:
             raise bug
         return int(end.exit_code or 0)
 
-    def _locked(self, stack: ExitStack) -> RetrainRecord:
+    def _lock_and_work(self, stack: ExitStack) -> RetrainRecord:
         """Take the lock of the model for the rest of the start, and go through the stages."""
-        start, settings = self.start, self.start.settings
-        wait_s = 0.0 if settings.overlap == "skip" else settings.wait
-        if not start.options.dry_run:
+        settings = self.settings
+        if not self.options.dry_run:
+            wait_s = 0.0 if settings.overlap == "skip" else settings.wait
             try:
-                with start.signals.interrupting():
-                    stack.enter_context(start.owner.owned(wait_s, start.out.notice, self._stop_the_other))
+                with self.signals.interrupting():
+                    stack.enter_context(self.lock.held(wait_s, self.out.notice, self._stop_the_other))
             except RunLocked as error:
                 if settings.overlap != "skip":
                     raise
-                return self._skip(str(error))
-        stack.enter_context(self.deadline)
-        return self._stages()
-
-    def _skip(self, reason: str) -> RetrainRecord:
-        if not self.start.options.dry_run:
-            self.start.records.add_skip(reason, self.start.options.slot)
-        return self.start.ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, reason)
-
-    def _stages(self) -> RetrainRecord:
-        start, options = self.start, self.start.options
-        start.digest = config_digest(start.resolved)
-        start.earlier = start.records.newest(_LOOKED_AT)
-        choice = plan.choose(start.earlier, start.digest, options.slot, force=options.force)
-        if choice.skip:
-            return self._skip(choice.skip)
-        if choice.abandoned is not None:
-            self._abandon(choice.abandoned)
-        if not options.dry_run:
-            start.heartbeat.begin()
-            for problem in missing_variables(start.resolved.config.notify.urls):
-                start.out.notice(f"notify.urls: {problem}", level="warning")
-        start.out.stage(Stage.LOCK, self._lock_text(choice.continued), continued=choice.continued is not None)
-        if choice.continued is not None:
-            if options.dry_run:
-                return would(start, f"continue retraining {choice.continued.number} with run {choice.continued.run_id}")
-            start.resume(choice.continued.number)
-        if not start.is_done(Stage.CHECK_DATA) and (end := check_data(start)):
+                return self._ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, str(error))
+        if settings.deadline is not None:
+            timer = threading.Timer(settings.deadline, self._reach_deadline)
+            timer.daemon = True
+            timer.start()
+            stack.callback(timer.cancel)
+        if end := self._choose() or (None if self._is_done(Stage.CHECK_DATA) else self._check_data()):
             return end
-        train_and_decide(start)
-        return outcome(start)
+        while not self._is_done(Stage.PROMOTE):
+            trained_before = self._is_done(Stage.TRAIN)
+            if not trained_before:
+                self._train()
+            try:
+                self._decide()
+            except RunNotFound as error:  # the run was deleted since, as by a clean-up of the disk
+                if not trained_before:
+                    raise
+                self.out.warn(f"{one_line(error)}; training again")
+                self._update(stage=Stage.CHECK_DATA, run_id=new_run_id(self.resolved.config.name))
+        return self._outcome()
 
     def _stop_the_other(self) -> None:
         """With `overlap: replace`, stop the run of the process that holds the model, as `ddptrain stop` does."""
-        start = self.start
-        if start.settings.overlap != "replace":
+        if self.settings.overlap != "replace":
             return
-        other = next(iter(start.records.newest(1)), None)
+        other = next(iter(self.records.newest(1)), None)
         if other is None or not other.is_running or not other.run_id:
             return
         try:
-            target = find_target(start.resolved.config.results.dir, other.run_id)
+            target = find_target(self.resolved.config.results.dir, other.run_id)
             driver = target.look().record.driver
 
             def look() -> RunView:
@@ -169,358 +179,415 @@ class Retraining:
                 return view
 
             asked_by = f"{user_name()}@{socket.gethostname()}"
-            stop_run(replace(target, look=look), now=False, by=asked_by, tell=start.out.notice)
+            stop_run(replace(target, look=look), now=False, by=asked_by, tell=self.out.notice)
         except DdptrainError as error:  # it has not begun, or this host does not see its folder
             _log.info("run not stopped", run=other.run_id, reason=error)
 
-    def _lock_text(self, continued: RetrainRecord | None) -> str:
-        model = f"model {self.start.settings.model} in {self.start.registry.where}"
-        if continued is None:
-            return model
-        after = f"after the stage {continued.stage}" if continued.stage else "from its beginning"
-        ended = _ENDED.get(continued.status, f"was {continued.status}")
-        return f"{model}; continuing retraining {continued.number} {after} (it {ended})"
-
-    def _abandon(self, record: RetrainRecord) -> None:
-        text = f"retraining {record.number} is abandoned: workload, params, code or versions have changed since"
-        self.start.out.notice(text)
-        if not self.start.options.dry_run:
-            adopted = self.start.records.adopt(record.number)
-            ended = replace(adopted, status=RetrainStatus.ABANDONED, ended_at=utc_now(), reason=text)
-            self.start.records.update(ended)
+    def _reach_deadline(self) -> None:
+        self.out_of_time = True
+        _log.info("deadline reached", seconds=self.settings.deadline)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _failed(self, error: BaseException) -> RetrainRecord:
         """Return the end after an error of any stage."""
         _log.info("stage failed", error=error)
-        owner, exit_code = self.start.owner, int(getattr(error, "exit_code", ExitCode.INTERNAL))
+        exit_code = int(getattr(error, "exit_code", ExitCode.INTERNAL))
         if isinstance(error, Interrupted | RunPreempted | KeyboardInterrupt):
-            if self.deadline.is_reached:
-                text = f"the deadline of {self.deadline.seconds:g} s was reached; the next start continues"
-                return self.start.ended(RetrainStatus.DEADLINE, ExitCode.DEADLINE, text)
-            if owner.lost is not None:
-                return self.start.ended(RetrainStatus.INTERRUPTED, ExitCode.LOCKED, one_line(owner.lost))
+            if self.out_of_time:
+                text = f"the deadline of {self.settings.deadline:g} s was reached; the next start continues"
+                return self._ended(RetrainStatus.DEADLINE, ExitCode.DEADLINE, text)
+            if self.lock.lost is not None:
+                return self._ended(RetrainStatus.INTERRUPTED, ExitCode.LOCKED, one_line(self.lock.lost))
             code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code
-            return self.start.ended(RetrainStatus.INTERRUPTED, code, f"{one_line(error)}; the next start continues")
+            return self._ended(RetrainStatus.INTERRUPTED, code, f"{one_line(error)}; the next start continues")
         if isinstance(error, DdptrainError):
-            return self.start.ended(RetrainStatus.FAILED, exit_code, str(error))
-        return self.start.ended(RetrainStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}")
+            return self._ended(RetrainStatus.FAILED, exit_code, str(error))
+        return self._ended(RetrainStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}")
 
-    def _last_event(self, end: RetrainRecord, duration_s: float) -> dict[str, Any]:
-        """Return the last object of `--output json`, without its stages."""
-        names = ["model", "status", "exit_code", "reason"]
-        if end.number:
-            names += ["number", "run_id", "slot", "champion", "version", "scores", "gate", "difference", "starts"]
-        return {**{name: getattr(end, name) for name in names}, "duration_s": round(duration_s, 3)}
+    # --- the record ---
 
+    def _is_done(self, stage: Stage) -> bool:
+        """Return whether this stage is complete, in this start or in an earlier one."""
+        order = list(Stage)
+        return order.index(Stage(self.record.stage)) >= order.index(stage)
 
-class Deadline:
-    """A time limit in seconds for the `with` block; at its end this process gets SIGTERM, so that it saves and ends.
+    def _ended(self, status: RetrainStatus, exit_code: int, reason: str) -> RetrainRecord:
+        """Return the record with this end; it is not written."""
+        return replace(self.record, status=status, exit_code=int(exit_code), reason=reason)
 
-    None is no limit.
-    """
+    def _would(self, what: str) -> RetrainRecord:
+        """Return the end of a dry run."""
+        return self._ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, f"dry run: it would {what}")
 
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-        self.is_reached = False
-        self._timer: threading.Timer | None = None
+    def _write(self, record: RetrainRecord) -> None:
+        """Write the record, under a new number if it has none."""
+        if record.number:
+            self.records.update(record)
+        else:
+            record = self.records.create(record)
+        self.record = record
 
-    def __enter__(self) -> Self:
-        if self.seconds is not None:
-            self._timer = threading.Timer(self.seconds, self._reach)
-            self._timer.daemon = True
-            self._timer.start()
-        return self
+    def _update(self, **changes: Any) -> None:
+        """Write changes to the record. Raises RunLocked if another process owns the model now, Interrupted."""
+        self.lock.assure()
+        self._write(replace(self.record, **changes))
+        if self.signals.taken:
+            raise Interrupted(self.signals.taken[0])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _continue(self, number: int) -> None:
+        """Continue an earlier retraining: its record is now of this start."""
+        earlier, own = self.records.read(number), self.record
+        self.record = earlier
+        self._update(
+            status=RetrainStatus.RUNNING,
+            starts=earlier.starts + 1,
+            started_at=utc_now(),
+            slot=max(own.slot, earlier.slot),
+            host=own.host,
+            user=own.user,
+            ended_at=None,
+            exit_code=None,
+            reason="",
+        )
 
-    def _reach(self) -> None:
-        self.is_reached = True
-        _log.info("deadline reached", seconds=self.seconds)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def _champion(self) -> int | None:
+        """Return the version that is the champion now. Raises StoreError."""
+        return self.registry.state(self.model).version_of(CHAMPION)
 
+    # --- lock, check data ---
 
-def check_data(start: Start) -> RetrainRecord | None:
-    """List the data, and begin the retraining. Returns an end if there is nothing to train.
-
-    Raises:
-        UsageError: a source does not exist, or the data look wrong and --force is not given.
-        StoreError: a source cannot be listed.
-    """
-    champion = start.champion()
-    before = _listing_before(start, champion)
-    with start.signals.interrupting():
-        listing = list_data(start.resolved)
-    changes = difference(before, listing) if before is not None else []
-    has_sources = names_data(start.resolved)
-    is_seen = has_sources or is_built_in(start.resolved.config.workload)
-    if problem := plan.data_problem(before, listing, has_sources=has_sources):
-        if not start.options.force:
-            raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
-        start.out.notice(f"{problem}; training anyway, because of --force", level="warning")
-    text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
-    start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
-    data = listing.digest
-    is_new = start.record is None or not start.record.run_id
-    same = plan.unchanged(start.earlier, champion, start.digest, data, start.settings)
-    if same and is_seen and is_new and not start.options.force:
-        return _unchanged(start, data, listing, same)
-    if start.options.dry_run:
-        return would(start, "train")
-    start.begin(data, listing, champion)
-    start.records.write_listing(start.began.number, listing.to_bytes())
-    start.update(stage=Stage.CHECK_DATA, difference=tuple(changes))
-    return None
-
-
-def would(start: Start, what: str) -> RetrainRecord:
-    """Return the end of a dry run."""
-    return start.ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, f"dry run: it would {what}")
-
-
-def _listing_before(start: Start, champion: int | None) -> DataListing | None:
-    """Return the listing of the champion's training data, or else that of the last training whose listing is kept."""
-    champions = [each.number for each in start.earlier if champion is not None and each.version == champion]
-    for number in [*champions, *start.records.listed()]:
-        if (listing := DataListing.from_bytes(start.records.listing(number))) is not None:
-            return listing
-    return None
-
-
-def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, known: bool, has_sources: bool) -> str:
-    if not has_sources:
-        built_in = is_built_in(start.resolved.config.workload)
-        return "built-in data" if built_in else "data.sources is empty, so changes of the data cannot be seen"
-    size = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes"
-    if not known:
-        return f"{size}; there is no earlier listing to compare with"
-    return f"{size}; {', '.join(changes) or 'unchanged'}"
-
-
-def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> RetrainRecord:
-    """Record that there was nothing to do; consecutive records of this kind are merged into one."""
-    if start.options.dry_run:
-        return would(start, f"train nothing: {reason}")
-    last = start.earlier[0]
-    if (
-        start.record is None
-        and last.status == RetrainStatus.UNCHANGED
-        and (last.config, last.data) == (start.digest, data)
-    ):
-        start.resume(last.number)
-    else:
-        start.begin(data, listing, start.champion(), with_run=False)
-    return start.ended(RetrainStatus.UNCHANGED, ExitCode.SUCCEEDED, reason)
-
-
-def train_and_decide(start: Start) -> None:
-    """Go through the stages "train" to "promote", as far as they are not complete. Raises the errors of each.
-
-    If the run that was trained has been deleted since, as by a clean-up of the disk, a new run is trained.
-    """
-    while not start.is_done(Stage.PROMOTE):
-        trained_before = start.is_done(Stage.TRAIN)
-        if not trained_before:
-            train_run(start)
-        try:
-            decide(start)
-            return
-        except RunNotFound as error:
-            if not trained_before:
-                raise
-            start.out.notice(f"{one_line(error)}; training again", level="warning")
-            start.update(stage=Stage.CHECK_DATA, run_id=new_run_id(start.resolved.config.name))
-
-
-def train_run(start: Start) -> None:
-    """Train, or resume the run of this retraining; a run that has succeeded is not trained again.
-
-    Raises:
-        RunPreempted: a signal has ended the run; it has saved if it had begun to train.
-        DdptrainError: the run has failed; with the exit code of the run.
-    """
-    from ddptrain.driver.run import LaunchOptions, train
-
-    options = LaunchOptions(
-        run_id=start.began.run_id,
-        output=start.options.output,
-        resume="auto",
-        full_traceback=start.options.full_traceback,
-        all_ranks=start.options.all_ranks,
-        observers=[RunMessages(start.resolved, tells_end=False)] if start.resolved.config.notify.urls else [],
-    )
-    with _progress_to(start):
-        code = train(start.resolved, options)
-    if code != ExitCode.SUCCEEDED:
-        raise _error(start, code)
-    start.out.stage(Stage.TRAIN, f"run {start.began.run_id} has succeeded", run_id=start.began.run_id)
-    start.update(stage=Stage.TRAIN)
-
-
-@contextmanager
-def _progress_to(start: Start) -> Iterator[None]:
-    """Send the progress of the training to the heartbeat server during the block."""
-    over = threading.Event()
-    folder = open_runs_dir(start.resolved.config.results.dir).folder / start.began.run_id
-
-    def watch() -> None:
-        reported = ""
-        while not over.wait(_PROGRESS_EVERY_S):
-            metrics = sorted(load_run(folder).record.last_metrics.items())
-            text = ", ".join(f"{name} {value:.4g}" for name, value in metrics if value is not None)
-            if text and text != reported:
-                reported = text
-                start.heartbeat.progress(f"run {start.began.run_id}: {text}")
-
-    thread = threading.Thread(target=watch, name="ddptrain-progress", daemon=True)
-    if start.resolved.config.notify.heartbeat:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _error(start: Start, code: int) -> DdptrainError:
-    """Return the error of a run that ended with this exit code, with the root cause that run.json names."""
-    reason = ""
-    with suppress(DdptrainError):  # the run may not have begun, or its store cannot be read
-        failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
-        reason = root_cause(failure)
-    run = f"(run {start.began.run_id})"
-    if code in _SIGNALLED:
-        return RunPreempted(f"{reason or 'stopped by a signal'} {run}")
-    error = DdptrainError(f"{reason or f'exit code {code}'} {run}")
-    error.exit_code = code
-    return error
-
-
-def conclude(start: Start, end: RetrainRecord, duration_s: float) -> None:
-    """Record the end, notify the users, and clean up. Problems are shown as warnings.
-
-    After a training the record stays open until the users are notified: the next start does it if this one is killed.
-    Users are notified also if nothing can be recorded, as on a full disk.
-    """
-    is_notified = start.is_done(Stage.NOTIFY)
-    try:
-        if end.status not in _TRAINED:
-            end = start.write(replace(end, ended_at=utc_now()))
-        if not is_notified:
-            is_notified = True
-            end = replace(end, told=(*end.told, *_notify(start, end, duration_s)))
-            still_open = replace(end, status=RetrainStatus.RUNNING, exit_code=None, reason="", stage=Stage.NOTIFY)
-            start.write(still_open if end.status in _TRAINED else end)
-        if end.status in _TRAINED:
-            _clean_up(start)
-            start.write(replace(end, stage=Stage.CLEAN_UP, ended_at=utc_now()))
-        elif end.status == RetrainStatus.FAILED and start.owner.holds_lock:
-            _clean_up(start)  # otherwise a model that fails each night would fill the disk
-    except DdptrainError as error:
-        start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
-        if not is_notified:
-            _notify(start, end, duration_s)
-    text = f"{end.status}: {end.reason}"
-    problems = start.heartbeat.log(text) if end.status in _TO_BE_CONTINUED else start.heartbeat.end(end.exit_code, text)
-    for problem in problems:
-        start.out.notice(problem, level="warning")
-
-
-def _notify(start: Start, end: RetrainRecord, duration_s: float) -> Sequence[str]:
-    """Send a message if the state of the model has changed; return the events of the message."""
-    settings = start.resolved.config.notify
-    events = events_to_report(settings.on, end.status, _known_states(start, end)) if settings.urls else ()
-    if not events:
-        return ()
-    if not start.is_done(Stage.EVALUATE):
-        with suppress(DdptrainError):
-            end = replace(end, champion=start.champion())
-    message = compose(events[0], end, start.resolved, duration_s)
-    deliveries = send(message, settings.urls, secrets=start.resolved.secrets)
-    for warning in filter(None, (delivery.warning for delivery in deliveries)):
-        start.out.notice(warning, level="warning")
-    delivered = [delivery.target for delivery in deliveries if delivery.delivered]
-    start.out.stage(Stage.NOTIFY, f"notified {', '.join(delivered) or 'nobody'}: {', '.join(events)}", events=events)
-    return events if delivered else ()
-
-
-def _known_states(start: Start, record: RetrainRecord) -> list[str]:
-    """Return the states that users know. A registry that cannot be read has none: better one message too many."""
-    earlier, late_told = start.earlier, ""
-    with suppress(DdptrainError):
-        if not earlier:  # none were read by a start that did not get the model
-            earlier = [each for each in start.records.newest(_LOOKED_AT) if each.number != record.number]
-        late_told = start.records.late_told()
-    return known_states(start.resolved.config.notify.on, earlier, late_told)
-
-
-def _clean_up(start: Start) -> None:
-    """Delete old versions, runs, records and listings; a problem is only a warning."""
-    config, settings = start.resolved.config, start.settings
-    try:
-        report = clean_up(start.registry, settings.model, settings.keep, config.results.dir, config.name)
-        start.records.remove_older(report.versions.kept)
-    except DdptrainError as error:
-        start.out.notice(f"the clean-up has failed: {one_line(error)}", level="warning")
-        return
-    for problem in report.runs.problems:
-        start.out.notice(problem, level="warning")
-    start.out.stage(Stage.CLEAN_UP, report.summary, **report.as_dict())
-
-
-# --- reports for CI ---
-
-
-def report_end(start: Start, end: RetrainRecord) -> None:
-    """Write the reports that the user or a CI service wants. Raises nothing."""
-    reporting = start.options.reporting
-    if reporting is None or not reporting.destinations.are_wanted:
-        return
-    from ddptrain.reports.facts import RunReport
-
-    report = RunReport(
-        name=start.resolved.config.name,
-        status=end.status,
-        exit_code=end.exit_code or 0,
-        reason=end.reason,
-        view=_run_to_report(start, end.run_id),
-        retraining=end,
-        stages=_stages(start, end),
-        secrets=start.resolved.secrets,
-    )
-    reporting.ended(report)
-
-
-def _run_to_report(start: Start, run_id: str) -> RunView | None:
-    """Return the run with the files that a report shows, None if there is none or its store cannot be read."""
-    runs_dir = start.resolved.config.results.dir
-    try:
-        if not run_id:
-            return None
-        view = open_runs_dir(runs_dir).find(run_id, NeededFiles.METRICS)
-        return view if view.record.failure is None else open_runs_dir(runs_dir).find(run_id, NeededFiles.LOGS)
-    except (DdptrainError, OSError) as error:  # the report has the reason of the end all the same
-        _log.warning("run cannot be reported", run=run_id, error=error)
+    def _choose(self) -> RetrainRecord | None:
+        """Continue an earlier retraining or begin a new one; return the end if the scheduled time is done."""
+        options, out = self.options, self.out
+        self.record = replace(self.record, config=config_digest(self.resolved))
+        self.earlier = self.records.newest(_LOOKED_AT)
+        choice = plan.choose(self.earlier, self.record.config, options.slot, force=options.force)
+        if choice.skip:
+            return self._ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, choice.skip)
+        if (old := choice.abandoned) is not None:
+            text = f"retraining {old.number} is abandoned: workload, params, code or versions have changed since"
+            out.notice(text)
+            if not options.dry_run:
+                self.records.update(replace(old, status=RetrainStatus.ABANDONED, ended_at=utc_now(), reason=text))
+        if not options.dry_run:
+            self.heartbeat.begin()
+            for problem in missing_variables(self.resolved.config.notify.urls):
+                out.warn(f"notify.urls: {problem}")
+        where = f"model {self.model} in {self.registry.where}"
+        if (last := choice.continued) is not None:
+            after = f"after the stage {last.stage}" if last.stage else "from its beginning"
+            ended = _ENDED.get(last.status, f"was {last.status}")
+            where += f"; continuing retraining {last.number} {after} (it {ended})"
+        out.stage(Stage.LOCK, where, continued=last is not None)
+        if last is not None and options.dry_run:
+            return self._would(f"continue retraining {last.number} with run {last.run_id}")
+        if last is not None:
+            self._continue(last.number)
         return None
 
+    def _check_data(self) -> RetrainRecord | None:
+        """List the data, and begin the retraining. Returns an end if there is nothing to train.
 
-def _stages(start: Start, end: RetrainRecord) -> list[StageReport]:
-    """Return all stages: those of this start, those of an earlier one, and those that were not reached."""
-    from ddptrain.reports.facts import StageReport
-
-    shown = {each["stage"]: each for each in start.out.stages}
-    may_fail, stages = end.status == RetrainStatus.FAILED, []
-    for stage in list(Stage)[1:]:
-        if (item := shown.get(stage)) is not None:
-            status = "failed" if item.get("passed") is False else "done"
-            stages.append(StageReport(stage, status, item["duration_s"], item["message"]))
-        elif stage in (Stage.NOTIFY, Stage.CLEAN_UP):
-            stages.append(StageReport(stage, "skipped"))
-        elif start.is_done(stage):
-            stages.append(StageReport(stage, "done", detail="by an earlier start"))
+        Raises:
+            UsageError: a source does not exist, or the data look wrong and --force is not given.
+            StoreError: a source cannot be listed.
+        """
+        champion, force = self._champion(), self.options.force
+        before = self._listing_before(champion)
+        with self.signals.interrupting():
+            listing = list_data(self.resolved)
+        changes = difference(before, listing) if before is not None else []
+        has_sources, built_in = names_data(self.resolved), is_built_in(self.resolved.config.workload)
+        if problem := plan.data_problem(before, listing, has_sources=has_sources):
+            if not force:
+                raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
+            self.out.warn(f"{problem}; training anyway, because of --force")
+        if has_sources:
+            changed = ", ".join(changes) or "unchanged" if before else "there is no earlier listing to compare with"
+            text = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes; {changed}"
         else:
-            stages.append(StageReport(stage, "failed" if may_fail else "skipped"))
-            may_fail = False
-    return stages
+            text = "built-in data" if built_in else "data.sources is empty, so changes of the data cannot be seen"
+        n_files, size_bytes = len(listing.files), listing.size_bytes
+        self.out.stage(Stage.CHECK_DATA, text, difference=changes, files=n_files, size_bytes=size_bytes)
+        about: dict[str, Any] = {"champion": champion, "n_files": n_files, "size_bytes": size_bytes}
+        self.record = replace(self.record, data=listing.digest, **about)
+        same = plan.unchanged(self.earlier, champion, self.record.config, listing.digest, self.settings)
+        if same and (has_sources or built_in) and not self.record.run_id and not force:
+            return self._unchanged(same)
+        if self.options.dry_run:
+            return self._would("train")
+        self.record = replace(self.record, run_id=self.record.run_id or new_run_id(self.resolved.config.name))
+        self._update(difference=tuple(changes))
+        self.records.write_listing(self.record.number, listing.to_bytes())
+        self._update(stage=Stage.CHECK_DATA)
+        return None
+
+    def _listing_before(self, champion: int | None) -> DataListing | None:
+        """Return the listing of the champion's data, or else that of the last training whose listing is kept."""
+        champions = [each.number for each in self.earlier if champion is not None and each.version == champion]
+        for number in [*champions, *self.records.listed()]:
+            if (listing := DataListing.from_bytes(self.records.listing(number))) is not None:
+                return listing
+        return None
+
+    def _unchanged(self, reason: str) -> RetrainRecord:
+        """Return the end if there is nothing to do; consecutive records of this kind are merged into one."""
+        if self.options.dry_run:
+            return self._would(f"train nothing: {reason}")
+        last, own = self.earlier[0], self.record
+        same = (last.status, last.config, last.data) == (RetrainStatus.UNCHANGED, own.config, own.data)
+        if same and not own.number:
+            self._continue(last.number)
+        else:
+            self._update()
+        return self._ended(RetrainStatus.UNCHANGED, ExitCode.SUCCEEDED, reason)
+
+    # --- train ---
+
+    def _train(self) -> None:
+        """Train, or resume the run of this retraining; a run that has succeeded is not trained again.
+
+        Raises:
+            RunPreempted: a signal has ended the run; it has saved if it had begun to train.
+            DdptrainError: the run has failed; with the exit code of the run.
+        """
+        from ddptrain.driver.run import LaunchOptions, train
+
+        run_id, options = self.record.run_id, self.options
+        messages = [RunMessages(self.resolved, tells_end=False)] if self.resolved.config.notify.urls else []
+        launch = LaunchOptions(
+            run_id=run_id,
+            output=options.output,
+            resume="auto",
+            full_traceback=options.full_traceback,
+            all_ranks=options.all_ranks,
+            observers=messages,
+        )
+        if code := train(self.resolved, launch):
+            reason = f"exit code {code}"
+            with suppress(DdptrainError):  # the run may not have begun, or its store cannot be read
+                failure = open_runs_dir(self.resolved.config.results.dir).find(run_id).record.failure
+                reason = root_cause(failure) or ("stopped by a signal" if code in _SIGNALLED else reason)
+            error = (RunPreempted if code in _SIGNALLED else DdptrainError)(f"{reason} (run {run_id})")
+            if code not in _SIGNALLED:
+                error.exit_code = code
+            raise error
+        self.out.stage(Stage.TRAIN, f"run {run_id} has succeeded", run_id=run_id)
+        self._update(stage=Stage.TRAIN)
+
+    # --- evaluate, gate, promote ---
+
+    def _decide(self) -> None:
+        """Evaluate, judge and promote; again if another process changes the champion meanwhile.
+
+        Raises the errors of the evaluation; RunNotFound, UsageError, StoreError.
+        """
+        for number in range(1, _MOST_EVALUATIONS + 1):
+            runs = open_runs_dir(self.resolved.config.results.dir)
+            view = runs.find(self.record.run_id, NeededFiles.MODEL)
+            if not self._is_done(Stage.EVALUATE):
+                self._evaluate(view)
+            if not self._is_done(Stage.GATE):
+                self._judge()
+            try:
+                self._promote(view)
+                return
+            except UsageError as error:
+                if number == _MOST_EVALUATIONS or self._champion() == self.record.champion:
+                    raise
+                self.out.warn(f"{one_line(error)}; evaluating again")
+                self._update(stage=Stage.TRAIN)
+
+    def _evaluate(self, view: RunView) -> None:
+        """Score the candidate and the champion.
+
+        With an evaluation function both are scored on the same held-out data, by the ranks. Otherwise the metrics are
+        those of their checkpoints. A champion that is damaged has no scores.
+        """
+        from ddptrain.retrain.evaluation import Evaluation, EvaluationTarget, evaluate
+
+        config, champion = self.resolved.config, self._champion()
+        version, notes = None, []
+        targets = [EvaluationTarget("candidate", view.layout.root)]
+        if champion is not None:
+            try:
+                version = self.registry.version(self.model, champion)
+                targets.append(EvaluationTarget("champion", open_version(self.registry, version)))
+            except (RegistryDamaged, UsageError) as error:
+                version = None
+                notes.append(f"the champion cannot be evaluated: {one_line(error)}")
+                self.out.warn(notes[0])
+        if is_built_in(config.workload) or config.evaluate:
+            found = evaluate(self.resolved, targets, output=self.options.output)
+            found = replace(found, notes=(*notes, *found.notes))
+        else:
+            scores: dict[str, Mapping[str, float]] = {"candidate": verify(find_checkpoint(view.layout, BEST)).metrics}
+            if version is not None:
+                scores["champion"] = version.evaluation or version.metrics
+                notes.append("metrics of the trainings, as there is no evaluate function")
+            found = Evaluation(scores, notes=tuple(notes))
+        results: dict[str, Any] = {"scores": found.scores, "notes": found.notes, "held_out": found.held_out}
+        self.out.stage(Stage.EVALUATE, scores_text(found), **results)
+        self._update(stage=Stage.EVALUATE, champion=champion, **results)
+
+    def _judge(self) -> None:
+        record = self.record
+        why_none = "; ".join(record.notes) if record.champion is not None else ""
+        scores = record.scores
+        outcomes = plan.judge(self.settings.gate, scores.get("candidate", {}), scores.get("champion"), why_none)
+        passed = plan.passed(outcomes)
+        reasons = "; ".join(outcome.reason for outcome in outcomes) or "there are no conditions"
+        text = f"{'passed' if passed else 'rejected'}: {reasons}"
+        self.out.stage(Stage.GATE, text, passed=passed, conditions=outcomes)
+        self._update(stage=Stage.GATE, gate=outcomes)
+
+    def _promote(self, view: RunView) -> None:
+        """Add the candidate as a version, also if it was rejected; make it the champion if it has passed."""
+        record, registry = self.record, self.registry
+        known = Retrained(record.data, record.held_out, record.config, record.scores.get("candidate", {}))
+        version = add_run(registry, self.model, view, BEST, known).version
+        passed = plan.passed(record.gate)
+        anyway = "" if passed else self.options.promote_anyway
+        if passed or anyway:
+            reason = f"retraining {record.number}" + (f" for {record.slot}" if record.slot else "")
+            reason += f"; rejected by the gate, promoted anyway: {anyway}" if anyway else ""
+            registry.promote(self.model, version, reason, expected=record.champion)
+            text = f"version {version} is the champion" + (", although the gate rejected it" if anyway else "")
+        else:
+            registry.reject(self.model, version, "; ".join(rule.reason for rule in record.gate if not rule.passed))
+            text = f"version {version} is kept; "
+            text += f"version {record.champion} stays the champion" if record.champion else "no champion"
+        self.out.stage(Stage.PROMOTE, text, version=version)
+        self._update(stage=Stage.PROMOTE, version=version, promoted_anyway=bool(anyway))
+
+    def _outcome(self) -> RetrainRecord:
+        """Return the end of a retraining whose stage "promote" is complete."""
+        record = self.record
+        passed = plan.passed(record.gate)
+        if passed or record.promoted_anyway:
+            reasons = "; ".join(rule.reason for rule in record.gate)
+            reason = f"version {record.version} is the champion ({'' if passed else 'promoted anyway; '}{reasons})"
+            return self._ended(RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, reason)
+        failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
+        champion = f"version {record.champion} stays the champion" if record.champion else "there is no champion"
+        reason = f"version {record.version} was rejected, {champion}: {failed}"
+        return self._ended(RetrainStatus.REJECTED, ExitCode.REJECTED, reason)
+
+    # --- notify, clean up ---
+
+    def _conclude(self, end: RetrainRecord, duration_s: float) -> None:
+        """Record the end, notify the users, and clean up. Problems are shown as warnings.
+
+        After a training the record stays open until the users are notified: the next start does it if this one is
+        killed. Users are notified also if nothing can be recorded, as on a full disk.
+        """
+        is_notified = self._is_done(Stage.NOTIFY)
+        trained = end.status in _TRAINED
+        try:
+            if not trained:
+                self._write(replace(end, ended_at=utc_now()))
+                end = self.record
+            if not is_notified:
+                is_notified = True
+                end = replace(end, told=(*end.told, *self._notify(end, duration_s)))
+                open_ = replace(end, status=RetrainStatus.RUNNING, exit_code=None, reason="", stage=Stage.NOTIFY)
+                self._write(open_ if trained else end)
+            if trained:
+                self._clean_up()
+                self._write(replace(end, stage=Stage.CLEAN_UP, ended_at=utc_now()))
+            elif end.status == RetrainStatus.FAILED and self.lock.is_held:
+                self._clean_up()  # otherwise a model that fails each night would fill the disk
+        except DdptrainError as error:
+            self.out.warn(f"the end of the retraining is not recorded: {one_line(error)}")
+            if not is_notified:
+                self._notify(end, duration_s)
+        text = f"{end.status}: {end.reason}"
+        continues = end.status in _TO_BE_CONTINUED
+        for problem in self.heartbeat.log(text) if continues else self.heartbeat.end(end.exit_code, text):
+            self.out.warn(problem)
+
+    def _notify(self, end: RetrainRecord, duration_s: float) -> Sequence[str]:
+        """Send a message if the state of the model has changed; return the events of the message."""
+        settings = self.resolved.config.notify
+        if not settings.urls:
+            return ()
+        earlier = self.earlier
+        with suppress(DdptrainError):  # a registry that cannot be read: better one message too many
+            earlier = earlier or [each for each in self.records.newest(_LOOKED_AT) if each.number != end.number]
+        events = events_to_report(settings.on, end.status, known_states(settings.on, earlier))
+        if not events:
+            return ()
+        if not self._is_done(Stage.EVALUATE):
+            with suppress(DdptrainError):
+                end = replace(end, champion=self._champion())
+        message = compose(events[0], end, self.resolved, duration_s)
+        deliveries = send(message, settings.urls, secrets=self.resolved.secrets)
+        for warning in filter(None, (delivery.warning for delivery in deliveries)):
+            self.out.warn(warning)
+        delivered = [delivery.target for delivery in deliveries if delivery.delivered]
+        text = f"notified {', '.join(delivered) or 'nobody'}: {', '.join(events)}"
+        self.out.stage(Stage.NOTIFY, text, events=events)
+        return events if delivered else ()
+
+    def _clean_up(self) -> None:
+        """Delete old versions, runs, records and listings; a problem is only a warning."""
+        config, settings = self.resolved.config, self.settings
+        try:
+            done = clean_up(self.registry, settings.model, settings.keep, config.results.dir, config.name)
+            self.records.remove_older(done.kept)
+        except DdptrainError as error:
+            self.out.warn(f"the clean-up has failed: {one_line(error)}")
+            return
+        for problem in done.runs.problems:
+            self.out.warn(problem)
+        self.out.stage(Stage.CLEAN_UP, done.summary, **done.as_dict())
+
+    # --- reports for CI ---
+
+    def _write_reports(self, end: RetrainRecord) -> None:
+        """Write the reports that the user or a CI service wants. Raises nothing."""
+        reporting = self.options.reporting
+        if reporting is None or not reporting.destinations.are_wanted:
+            return
+        from ddptrain.reports.facts import RunReport
+
+        view: RunView | None = None
+        try:
+            if end.run_id:
+                runs = open_runs_dir(self.resolved.config.results.dir)
+                view = runs.find(end.run_id, NeededFiles.METRICS)
+                view = view if view.record.failure is None else runs.find(end.run_id, NeededFiles.LOGS)
+        except (DdptrainError, OSError) as error:  # the report has the reason of the end all the same
+            _log.warning("run cannot be reported", run=end.run_id, error=error)
+        name, secrets, exit_code = self.resolved.config.name, self.resolved.secrets, end.exit_code or 0
+        about: dict[str, Any] = {"view": view, "retraining": end, "stages": self._stages(end), "secrets": secrets}
+        reporting.ended(RunReport(name, end.status, exit_code, end.reason, **about))
+
+    def _stages(self, end: RetrainRecord) -> list[StageReport]:
+        """Return all stages: those of this start, those of an earlier one, and those that were not reached."""
+        from ddptrain.reports.facts import StageReport
+
+        shown = {each["stage"]: each for each in self.out.stages}
+        may_fail, stages = end.status == RetrainStatus.FAILED, []
+        for stage in list(Stage)[1:]:
+            if (item := shown.get(stage)) is not None:
+                status = "failed" if item.get("passed") is False else "done"
+                stages.append(StageReport(stage, status, item["duration_s"], item["message"]))
+            elif stage in (Stage.NOTIFY, Stage.CLEAN_UP):
+                stages.append(StageReport(stage, "skipped"))
+            elif self._is_done(stage):
+                stages.append(StageReport(stage, "done", detail="by an earlier start"))
+            else:
+                stages.append(StageReport(stage, "failed" if may_fail else "skipped"))
+                may_fail = False
+        return stages
+
+
+def scores_text(evaluation: Evaluation) -> str:
+    """Return the scores in one line, as "val/loss 2.31 (champion 2.35)"."""
+    champion = evaluation.scores.get("champion", {})
+    parts = []
+    for name, value in sorted(evaluation.scores["candidate"].items()):
+        beside = f" (champion {champion[name]:.4g})" if name in champion else ""
+        parts.append(f"{name} {value:.4g}{beside}")
+    return "; ".join([", ".join(parts) or "no metrics", *evaluation.notes])

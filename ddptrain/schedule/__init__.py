@@ -1,1 +1,1 @@
-"""`ddptrain schedule`: entries for cron and systemd, and the check for late models."""
+"""`ddptrain schedule`: entries for cron and systemd."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
 import sys
 import sysconfig
 import zoneinfo
@@ -28,9 +27,11 @@ from ddptrain.config.wording import did_you_mean, nearest, shorten
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.results.run_record import utc_now
+from ddptrain.storage.store import is_url
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
+    from ddptrain.model_registry.retrainings import RetrainRecord
 
 
 _KEPT = (
@@ -55,6 +56,7 @@ class Entry:
     at: a cron expression with its time zone. command: the program and its arguments. environment: the variables that it
     needs, without secrets. secrets: the names of the variables with secrets, whose values are in `env_file`. stop_s:
     the time from SIGTERM to the end. system: whether it is a unit of the system, not of the user. added_at: ISO 8601.
+    models_dir: the folder or URL of the models.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Entry:
     stop_s: int = _TIME_TO_STOP_S
     system: bool = False
     added_at: str = ""
+    models_dir: str = ""
 
     @property
     def schedule(self) -> Schedule:
@@ -90,22 +93,13 @@ class Entry:
         """The log, where the scheduler has none."""
         return user_state_path("ddptrain", appauthor=False) / "schedules" / f"{self.name}.log"
 
-    def secret_values(self) -> dict[str, str]:
-        """Return the variables of `env_file`, lines like NAME=value; {} without a file.
+    def last(self) -> RetrainRecord | None:
+        """Return the newest retraining of the model. Raises DdptrainError if the registry cannot be read."""
+        from ddptrain.model_registry.registry import ModelRegistry
+        from ddptrain.model_registry.retrainings import RetrainRecords
 
-        Raises UsageError if it can't be read, or other users may read or change it.
-        """
-        try:
-            state = self.env_file.stat()
-            text = self.env_file.read_text(encoding="utf-8")
-            words = shlex.split(text, comments=True)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{self.env_file} can't be read: {error}") from None
-        if state.st_mode & 0o077 or state.st_uid != os.geteuid():
-            raise UsageError(f"{self.env_file} contains secrets, and others may read or change it: chmod 600 it")
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        newest = RetrainRecords(ModelRegistry.open(self.models_dir).folder, self.model).newest(1)
+        return newest[0] if newest else None
 
 
 _ADAPTER = TypeAdapter(Entry)
@@ -157,6 +151,7 @@ def make_entry(
         stop_s=round(config.failure.grace_s) + _TIME_TO_STOP_S,
         system=system,
         added_at=utc_now(),
+        models_dir=config.models.dir if is_url(config.models.dir) else os.path.abspath(config.models.dir),
     )
 
 
@@ -207,7 +202,7 @@ class Entries:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder for the block: one command at a time changes or checks schedules."""
+        """Hold the lock of the folder for the block: one command at a time changes schedules."""
         with self._errors():
             file_ops.make_private(self.folder)
             descriptor = file_ops.open_regular(self.folder / "schedules.lock", file_ops.CREATE)

@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -81,16 +81,20 @@ def install(entry: Entry, entries: Entries) -> list[str]:
                 f"there is a schedule {entry.name} already, of {before.config} with {before.target}: choose another "
                 f"--name, or ddptrain schedule remove {entry.name}"
             )
-        done = _prepare_env_file(entry)
         entries.save(entry)  # first: what is installed is known, wherever this is killed
         try:
-            with _files_written(parts):
-                done += _activate(entry, parts)
-        except (UsageError, ClusterError):
-            if before:
+            done = _prepare_env_file(entry)
+            _write_files(parts)
+            done += _activate(entry, parts)
+        except (UsageError, ClusterError, OSError) as error:
+            if before is not None:
                 entries.save(before)
+                _write_files(parts_of(before))
             else:
+                _delete_files(parts)
                 entries.delete(entry.name)
+            if isinstance(error, OSError):
+                raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
             raise
     _log.info("schedule installed", schedule=entry.name, target=entry.target)
     return done
@@ -106,11 +110,7 @@ def uninstall(name: str, entries: Entries) -> Entry:
         elif "".join(after := _other_lines(name)) != (crontab := _crontab()):
             assert crontab
             _run(["crontab", "-"], "".join(after))
-        for path in [part.path for part in parts_of(entry) if part.path]:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise UsageError(f"cannot delete {path}: {error.strerror}") from error
+        _delete_files(parts_of(entry))
         if entry.target == "systemd":
             with suppress(ClusterError):
                 _run([*_systemctl(entry), "daemon-reload"])
@@ -136,41 +136,33 @@ def _activate(entry: Entry, parts: Sequence[Part]) -> list[str]:
     return done
 
 
-def _prepare_env_file(entry: Entry) -> list[str]:
-    """Create the file for the secret variables, with mode 600 and without values. Raises UsageError."""
-    given, path = entry.secret_values(), entry.env_file
-    missing = [name for name in entry.secrets if not given.get(name)]
-    if not missing:
-        return []
-    if not os.path.lexists(path):
-        lines = [f"# Secret variables of {entry.title}", *(f"# {name}=" for name in missing), ""]
+def _write_files(parts: Sequence[Part]) -> None:
+    for part in parts:
+        if part.path:
+            part.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(part.path, part.text.encode(), mode=part.mode)
+
+
+def _delete_files(parts: Sequence[Part]) -> None:
+    for path in [part.path for part in parts if part.path]:
         try:
-            make_private(path.parent)
-            write_atomic(path, "\n".join(lines).encode(), mode=0o600)
+            path.unlink(missing_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    return [f"write the values of {', '.join(missing)} into {path}"]
+            raise UsageError(f"cannot delete {path}: {error.strerror}") from error
 
 
-@contextmanager
-def _files_written(parts: Sequence[Part]) -> Iterator[None]:
-    """Write the files for the block; if it raises, the files are again as they were. Raises UsageError."""
-    files = {part.path: part for part in parts if part.path}
-    before = {path: path.read_bytes() if path.is_file() else None for path in files}
-    try:
-        for path, part in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, part.text.encode(), mode=part.mode)
-        yield
-    except BaseException as error:
-        for path, old in before.items():
-            if old is None:
-                path.unlink(missing_ok=True)
-            else:
-                write_atomic(path, old, mode=files[path].mode)
-        if isinstance(error, OSError):
-            raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
-        raise
+def _prepare_env_file(entry: Entry) -> list[str]:
+    """Create the file for the secret variables, with mode 600 and without values. Raises OSError."""
+    if not entry.secrets:
+        return []
+    path = entry.env_file
+    if not os.path.lexists(path):
+        lines = [f"# Secret variables of {entry.title}", *(f"# {name}=" for name in entry.secrets), ""]
+        make_private(path.parent)
+        write_atomic(path, "\n".join(lines).encode(), mode=0o600)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    missing = [name for name in entry.secrets if not re.search(rf"^(?:export )?{name}=.", text, re.MULTILINE)]
+    return [f"write the values of {', '.join(missing)} into {path}"] if missing else []
 
 
 def _rendered(template: str, entry: Entry) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,15 +23,13 @@ cluster: {gpus: 2}
 retrain: {model: petnames, deadline: 6h}
 notify: {urls: ["env:SLACK_URL"], heartbeat: "env:CHECK_URL"}
 """
-# Trains in a moment: one rank that writes a file.
+# Trains in a moment: one rank that saves a checkpoint.
 SCRIPT = """
-import json
-from pathlib import Path
-Path("model.pt").write_bytes(b"weights")
-Path("metrics.json").write_text(json.dumps({"val/loss": 1.0}))
+import ddptrain, torch
+ddptrain.context().checkpoint(model=torch.nn.Linear(2, 1), step=1, metrics={"val/loss": 1.0})
 """
 SCRIPT_CONFIG = """
-workload: {script: train.py, checkpoint: model.pt, metrics: metrics.json}
+workload: {script: train.py}
 name: fast
 cluster: {ranks: 1, gpus: 0}
 retrain: {model: fast, gate: {metric: val/loss, against: none}}
@@ -142,52 +137,3 @@ def test_cron_retrains_at_the_next_minute(cron_daemon: None, homes: Path, run_cl
 
 
 # --- Alarms ---
-
-
-@pytest.fixture
-def received() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """The URL of a server on loopback, and the JSON messages that it has received."""
-    messages: list[dict[str, Any]] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            messages.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"json://127.0.0.1:{server.server_address[1]}/secret-path", messages
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_missed_retraining_is_told_once_and_within_seconds(
-    homes: Path, run_cli: Cli, received: tuple[str, list[dict[str, Any]]]
-) -> None:
-    url, messages = received
-    (homes / "nightly.yaml").write_text(CONFIG.replace(', heartbeat: "env:CHECK_URL"', ""))
-    secrets = homes / "settings" / "ddptrain" / "petnames.env"
-    secrets.parent.mkdir(parents=True)
-    secrets.write_text(f"SLACK_URL={url}\n")
-    secrets.chmod(0o600)
-    (homes / "bin").mkdir()
-    (homes / "bin" / "crontab").write_text('#!/bin/sh\n[ "$1" = -l ] || cat > /dev/null\n')
-    (homes / "bin" / "crontab").chmod(0o755)
-    path = {"PATH": f"{homes}/bin:{os.environ['PATH']}"}
-    added = run_cli("schedule", "add", "nightly.yaml", "--at", "* * * * *", "--as", "cron", "--install", env=path)
-    assert added.rc == 0, added.stderr
-    entry = homes / ".state" / "ddptrain" / "schedules" / "petnames.json"
-    entry.write_text(json.dumps({**json.loads(entry.read_text()), "added_at": "2026-01-01T00:00:00Z"}))
-    codes = [run_cli("schedule", "check", "--quiet").rc for _ in range(2)]
-    assert codes == [4, 4]
-    assert len(messages) == 1
-    assert "petnames" in messages[0]["title"]
-    assert "no retraining has succeeded since the scheduled time" in messages[0]["message"]
-    for file in (file for file in homes.rglob("*") if file.is_file() and file != secrets):
-        assert b"secret-path" not in file.read_bytes(), file

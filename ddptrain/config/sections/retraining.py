@@ -1,4 +1,4 @@
-"""The sections that `ddptrain retrain` reads: retrain, data, notify and models. `ddptrain train` reads notify only."""
+"""The sections that `ddptrain retrain` reads: retrain, data, notify, models. `train` and `sweep` read notify only."""
 
 from __future__ import annotations
 
@@ -134,11 +134,11 @@ def _as_url_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Event = Literal["failed", "rejected", "recovered", "late", "promoted", "always"]
+Event = Literal["failed", "rejected", "recovered", "hang", "promoted", "finished", "always"]
 
 
 class NotifyConfig(Strict):
-    """Who is notified of failed runs, of alerts of ranks, of retrainings, and of models that are late."""
+    """Who is notified of runs, sweeps and retrainings, and of alerts of ranks."""
 
     urls: Annotated[
         list[Annotated[str, AfterValidator(_apprise_url)]],
@@ -149,9 +149,9 @@ class NotifyConfig(Strict):
         repr=False,
     )
     on: list[Event] = Field(
-        default=["failed", "rejected", "recovered", "late"],
-        description="Events that are reported. A state that lasts is reported once; always reports the end of each "
-        "retraining.",
+        default=["failed", "rejected", "recovered", "hang"],
+        description="Events that are reported, besides alerts of ranks. A model's state that lasts is reported once; "
+        "finished reports each end with success, always each end.",
     )
     heartbeat: Annotated[str, AfterValidator(_web_url)] | None = Field(
         default=None,

@@ -12,9 +12,9 @@ from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import atomic_file, hash_file
 from ddptrain.log import Log
-from ddptrain.model_registry.model_reader import ModelReader, open_version
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.reference import parse_reference
+from ddptrain.model_registry.registry import ModelRegistry, open_version
 from ddptrain.protocol.rank_spec import (
     FILE,
     PARAM,
@@ -75,7 +75,7 @@ def fetch_weights(resolved: ResolvedConfig, resumed: Path | None) -> tuple[Resol
     reference = str(before if same_model(before, wanted) else wanted)
     if reference == before and resumed is not None and _is_complete(RunLayout(resumed).inputs_dir, reference):
         return _pinned(resolved, reference), None
-    registry = ModelReader.open(config.models.dir)
+    registry = ModelRegistry.open(config.models.dir)
     try:
         record = registry.resolve(parse_reference(reference.removeprefix(PREFIX)))
     except UsageError as error:

@@ -8,15 +8,15 @@ import os
 from collections import UserDict
 from collections.abc import Callable, ItemsView
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.model_registry.model_reader import RECORD, ModelReader, open_version
 from ddptrain.model_registry.records import Change, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
-from ddptrain.model_registry.registry import Edit, ModelRegistry
+from ddptrain.model_registry.registry import RECORD, ModelRegistry, open_version
 from ddptrain.storage.store import StoreError
 from tests.unit.results.stores import serve_folder
 
@@ -140,13 +140,13 @@ def test_copy_of_a_version_that_another_process_reads_stays(
     add(ModelRegistry.open(str(tmp_path / "models")), run, "names-1")
     copies: list[int] = []
 
-    class Slow(ModelReader):
+    class Slow(ModelRegistry):
         def fetch(self, record: VersionRecord, target: Path) -> None:
             super().fetch(record, target)
             copies.append(open_version(stored, record).stat().st_ino)
 
     place = serve_folder(tmp_path, monkeypatch) + "/models"
-    stored = ModelReader.open(place)
+    stored = ModelRegistry.open(place)
     copy = open_version(Slow.open(place), stored.version("names", 1))
     assert [copy.stat().st_ino] == copies
     (copy / FILES[1]).write_bytes(b"damaged")
@@ -293,8 +293,10 @@ def test_concurrent_changes_all_happen_one_after_the_other(registry: ModelRegist
     before = registry.state("names").number
 
     def change(number: int) -> Change | None:
-        own = ModelRegistry.open(str(tmp_path / "models"))
-        return own.change("names", lambda state: Edit("alias", 1, {**state.aliases, f"a{number}": 1}))
+        def add(state: Change) -> Change:
+            return replace(state, action="alias", version=1, aliases={**state.aliases, f"a{number}": 1})
+
+        return ModelRegistry.open(str(tmp_path / "models")).change("names", add)
 
     with ThreadPoolExecutor(8) as pool:
         changes = list(pool.map(change, range(24)))

@@ -11,15 +11,9 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import parse_reference
-from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords
-from ddptrain.results.run_record import utc_now
-from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.schedule.check import State, check
-from ddptrain.schedule.entries import Entry
+from ddptrain.model_registry.registry import ModelRegistry, open_version
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
 
@@ -103,29 +97,3 @@ def test_store_that_ignores_conditions_is_refused_before_anything_is_written(
             registry.add_version("names", {"weights": b"1"}, record)
         assert registry.models() == []
         assert json.dumps(sorted(registry.folder.files())) == "[]"
-
-
-def test_schedule_check_sees_retrainings_in_a_store(url: str, tmp_path: Path) -> None:
-    (tmp_path / "nightly.yaml").write_text(
-        f'workload: petnames\nretrain: {{model: petnames}}\nmodels: {{dir: "{url}"}}\n'
-        "notify: {urls: ['json://127.0.0.1:9/']}\n"
-    )
-    config = str(tmp_path / "nightly.yaml")
-    at = "* * * * * UTC"
-    added = "2026-01-01T00:00:00.000Z"
-    watched = Entry("petnames", "petnames", config, str(tmp_path), at, "cron", (), added_at=added)
-    registry = ModelRegistry.open(url)
-    records = RetrainRecords(registry.folder, "petnames")
-
-    def state() -> State:
-        return check(watched).state
-
-    assert state() is State.LATE
-    with ModelOwner(registry.folder, "petnames").owned(0.0, print, lambda: None):
-        assert state() is State.RUNNING
-    assert state() is State.LATE
-    records.record_late()
-    assert records.late_told()
-    assert check(watched, notify=True).warnings == ()  # they know it
-    records.create(RetrainRecord(0, "petnames", utc_now(), "", status="promoted", ended_at=utc_now()))
-    assert state() is State.OK

@@ -35,7 +35,7 @@ def records(tmp_path: Path) -> RetrainRecords:
 def test_record_is_read_as_it_was_written(records: RetrainRecords) -> None:
     written = records.create(RECORD)
     assert written == replace(RECORD, number=1)
-    assert records.newest(10) == [written] and records.adopt(1) == written
+    assert records.newest(10) == [written] and records.read(1) == written
 
 
 def test_newest_come_first(records: RetrainRecords) -> None:
@@ -73,7 +73,7 @@ def test_damaged_record_is_named(records: RetrainRecords, tmp_path: Path, data: 
 
 def test_missing_record_is_named(records: RetrainRecords) -> None:
     with pytest.raises(RegistryDamaged, match=r"000007.json is missing"):
-        records.adopt(7)
+        records.read(7)
 
 
 def test_field_of_a_newer_version_is_ignored() -> None:
@@ -113,18 +113,3 @@ def test_record_with_values_that_no_retraining_writes_is_damaged(change: dict[st
     data = replace(RECORD, **{"number": 1, **change}).to_json()  # type: ignore[arg-type]
     with pytest.raises(RegistryDamaged, match="the record is damaged"):
         RetrainRecord.from_json(data, "the record")
-
-
-def test_skips_that_are_no_objects_are_left_out(records: RetrainRecords, tmp_path: Path) -> None:
-    records.add_skip("it runs", "")
-    folder = tmp_path / "models" / "names" / "skipped"
-    (folder / "2026-01.json").write_text("[" * 100_000)
-    (folder / "2026-02.json").write_text('["no object"]')
-    assert [each["reason"] for each in records.skips()] == ["it runs"]
-
-
-def test_late_mark_that_is_no_time_counts_as_none(records: RetrainRecords, tmp_path: Path) -> None:
-    records.record_late()
-    assert records.late_told()
-    (tmp_path / "models/names/retrainings/late").write_text("2000 is no time")
-    assert records.late_told() == ""

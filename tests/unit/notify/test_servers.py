@@ -59,8 +59,8 @@ class Mailbox(MessageHandler):
 
 def test_webhook_gets_the_message_and_other_targets_do_not_matter(web: WebServer) -> None:
     urls = [f"json://user:{SECRET}@{web.address}/hooks/{SECRET}?format=text", "env:NO_URL", "json://127.0.0.1:1/x"]
-    found = send(MESSAGE, urls, timeout_s=PATIENCE_S, retries=0, environ={})
-    assert found[0] == Delivery(f"notify.urls[0] (json://{web.address})")
+    found = send(MESSAGE, urls, timeout_s=PATIENCE_S, retries=0)
+    assert found[0] == Delivery("notify.urls[0] (json)")
     assert found[1].problem == "the environment variable NO_URL is not set; it should contain a URL"
     assert "Connection refused" in found[2].problem
     (request,) = web.requests
@@ -74,7 +74,7 @@ def test_webhook_gets_the_message_and_other_targets_do_not_matter(web: WebServer
 def test_server_that_is_unavailable_for_a_moment_gets_the_message(web: WebServer) -> None:
     web.statuses = [503]
     assert send(MESSAGE, [f"json://{web.address}/"], timeout_s=PATIENCE_S, retries=1) == [
-        Delivery(f"notify.urls[0] (json://{web.address})")
+        Delivery("notify.urls[0] (json)")
     ]
     assert len(web.requests) == 2
 
@@ -115,16 +115,14 @@ def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) ->
 
 
 def test_check_server_follows_a_retraining(check: CheckServer) -> None:
-    beat = Heartbeat(check.url + "/?create=1", interval_s=0.05)
+    beat = Heartbeat(check.url + "/?create=1")
     beat.begin()
-    beat.progress("epoch 1\nloss 2.5")
-    _wait_until(lambda: len(check.pings) == 2)
+    _wait_until(lambda: len(check.pings) == 1)
     assert check.state == "started"
     assert beat.end(0, "version 4 is the champion") == []
     assert check.state == "up"
     assert [(kind, body) for kind, _, body in check.pings] == [
         ("start", ""),
-        ("log", "epoch 1\nloss 2.5"),
         ("success", "version 4 is the champion"),
     ]
     assert len({rid for _, rid, _ in check.pings}) == 1
@@ -138,7 +136,6 @@ def test_check_server_follows_a_retraining(check: CheckServer) -> None:
         beat.begin()
         beat.end(exit_code, "bad")
         beat.end(0)  # only the first end counts
-        beat.progress("too late")
         assert check.state == state
         assert [(kind, body) for kind, _, body in check.pings[-2:]] == [("start", ""), (kind, "bad")]
     assert len({rid for _, rid, _ in check.pings}) == 5

@@ -138,7 +138,9 @@ def test_cause_is_that_of_the_run(tmp_path: Path, failure: FailureRecord | None,
     assert rejected.cause == "a 1 > 0; c is missing"
 
 
-@pytest.mark.parametrize(("exit_code", "level"), [(0, ""), (1, "error"), (6, "error"), (7, "warning"), (130, "warning")])
+@pytest.mark.parametrize(
+    ("exit_code", "level"), [(0, ""), (1, "error"), (6, "error"), (7, "warning"), (130, "warning")]
+)
 def test_early_ends_and_rejections_are_warnings(exit_code: int, level: str) -> None:
     assert RunReport("m", "x", exit_code).level == level
 

@@ -14,7 +14,6 @@ from ddptrain.errors import ClusterError, ConfigError, Problem, RunLocked
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports.facts import Facts, RunReport, StageReport
 from ddptrain.reports.junit import junit_xml
-
 from ddptrain.results.run_record import FailureRecord
 from tests.unit.reports.runs import failed_run, run
 

@@ -13,7 +13,6 @@ from ddptrain.errors import ClusterError, ConfigError, Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports.facts import Facts, RunReport, StageReport
 from ddptrain.reports.markdown import cell, code, fenced, link, markdown, table
-
 from ddptrain.results.run_record import BestRecord, FailureRecord, GitRecord
 from tests.unit.reports.runs import TRACE, failed_run, run
 

@@ -13,7 +13,7 @@ from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.notify.sender import Message
 from ddptrain.retrain.messages import compose, events_to_report, known_states
 
-DEFAULT = ("failed", "rejected", "recovered", "late")
+DEFAULT = ("failed", "rejected", "recovered", "hang")
 EVERYTHING = (*DEFAULT, "promoted", "always")
 
 
@@ -25,24 +25,15 @@ EVERYTHING = (*DEFAULT, "promoted", "always")
         (DEFAULT, "failed", ["failed"], ()),
         (DEFAULT, "rejected", [], ("rejected",)),
         (DEFAULT, "rejected", ["rejected"], ()),
-        (DEFAULT, "late", ["promoted"], ("late",)),
-        (DEFAULT, "late", ["late"], ()),
         # another state
         (DEFAULT, "failed", ["rejected"], ("failed",)),
         (DEFAULT, "rejected", ["failed"], ("rejected",)),
-        (DEFAULT, "late", ["failed"], ("late",)),
-        (DEFAULT, "failed", ["late"], ("failed",)),
         (DEFAULT, "failed", ["rejected", "failed", "rejected"], ("failed",)),
-        # a model is late and its retrainings fail: both last
-        (DEFAULT, "failed", ["failed", "late"], ()),
-        (DEFAULT, "late", ["late", "failed"], ()),
-        (DEFAULT, "rejected", ["failed", "late"], ("rejected",)),
         # a success ends a state
         (DEFAULT, "failed", ["failed", "promoted"], ("failed",)),
         (DEFAULT, "failed", ["failed", "unchanged"], ("failed",)),
         (DEFAULT, "promoted", ["failed"], ("recovered",)),
         (DEFAULT, "unchanged", ["rejected"], ("recovered",)),
-        (DEFAULT, "promoted", ["late"], ("recovered",)),
         (DEFAULT, "promoted", ["failed", "promoted"], ()),
         (DEFAULT, "promoted", [], ()),
         (DEFAULT, "unchanged", ["promoted"], ()),
@@ -63,6 +54,9 @@ EVERYTHING = (*DEFAULT, "promoted", "always")
         (EVERYTHING, "failed", [], ("failed",)),
         (("always",), "failed", [], ("always",)),
         (("always",), "unchanged", [], ("always",)),
+        (("finished",), "unchanged", [], ("finished",)),
+        (("finished", "recovered"), "promoted", ["failed"], ("recovered",)),
+        (("finished",), "failed", [], ()),
         (("always",), "interrupted", [], ("always",)),
         (("always",), "deadline", [], ("always",)),
         (EVERYTHING, "skipped", [], ()),
@@ -82,24 +76,19 @@ def ended(number: int, status: str, hour: int, *told: str) -> RetrainRecord:
 
 
 @pytest.mark.parametrize(
-    ("newest", "late_at", "status", "events"),
+    ("newest", "status", "events"),
     [
-        ([], "", "unchanged", ()),
-        ([], "2026-11-22T05", "unchanged", ("recovered",)),  # a model without a first version was late
-        ([ended(1, "promoted", 3)], "2026-11-22T05", "unchanged", ("recovered",)),
-        ([ended(1, "promoted", 7)], "2026-11-22T05", "unchanged", ()),  # that success has ended it
-        ([ended(2, "failed", 4, "failed"), ended(1, "promoted", 3)], "", "unchanged", ("recovered",)),
-        ([ended(2, "failed", 4, "failed")], "", "failed", ()),  # once for a week without a cluster
-        ([ended(2, "failed", 4)], "", "failed", ("failed",)),  # nobody got the message
-        ([ended(2, "deadline", 5, "failed")], "", "promoted", ("recovered",)),  # failed, continued, continued again
-        ([ended(2, "deadline", 5)], "", "promoted", ()),
-        ([ended(2, "running", 5)], "", "failed", ("failed",)),
+        ([], "unchanged", ()),
+        ([ended(2, "failed", 4, "failed"), ended(1, "promoted", 3)], "unchanged", ("recovered",)),
+        ([ended(2, "failed", 4, "failed")], "failed", ()),  # once for a week without a cluster
+        ([ended(2, "failed", 4)], "failed", ("failed",)),  # nobody got the message
+        ([ended(2, "deadline", 5, "failed")], "promoted", ("recovered",)),  # failed, continued, continued again
+        ([ended(2, "deadline", 5)], "promoted", ()),
+        ([ended(2, "running", 5)], "failed", ("failed",)),
     ],
 )
-def test_states_that_users_know(
-    newest: list[RetrainRecord], late_at: str, status: str, events: tuple[str, ...]
-) -> None:
-    assert events_to_report(DEFAULT, status, known_states(DEFAULT, newest, late_at)) == events
+def test_states_that_users_know(newest: list[RetrainRecord], status: str, events: tuple[str, ...]) -> None:
+    assert events_to_report(DEFAULT, status, known_states(DEFAULT, newest)) == events
 
 
 def message(event: str, status: str = "", models_dir: str = "models", **record: Any) -> Message:
@@ -135,7 +124,6 @@ def test_message_of_a_rejection_is_complete() -> None:
     [
         ("failed", {"reason": "no names", "champion": 3}, "failed: no names", "Version 3 is still", "retrain "),
         ("rejected", {}, "the new version did not pass", "did not pass the gate.", "models show names"),
-        ("late", {"champion": 2}, "no successful retraining in time", "Version 2 is still", "schedule list"),
         ("promoted", {"version": 4, "champion": 3}, "version 4 is", "before was version 3", "models rollback names"),
         ("promoted", {"version": 1}, "version 1 is the champion", "version 1 is the champion.", "models show names --"),
         ("recovered", {"status": "promoted", "version": 4}, "works again, version 4", "works again: ", "models show"),

@@ -27,7 +27,7 @@ from ddptrain.retrain.fingerprint import (
     missing_classes,
     names_data,
 )
-from ddptrain.retrain.ownership import ModelOwner
+from ddptrain.retrain.start import ModelLock
 
 # --- The lock of a model in a folder; tests/integration has the one in an object store ---
 
@@ -37,18 +37,18 @@ _OTHER = """
 import sys, time
 from pathlib import Path
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.retrain.ownership import ModelOwner
+from ddptrain.retrain.start import ModelLock
 from ddptrain.storage.object_store import ObjectStore, open_folder
 
-owner = ModelOwner(OwnFolder(Path(sys.argv[1])), "names")
-with owner.owned(0.0, print, lambda: None):
+owner = ModelLock(OwnFolder(Path(sys.argv[1])), "names")
+with owner.held(0.0, print, lambda: None):
     print("owned", flush=True)
     time.sleep(60)
 """
 
 
-def owner_in(folder: Path) -> ModelOwner:
-    return ModelOwner(OwnFolder(folder / "models"), "names")
+def lock_in(folder: Path) -> ModelLock:
+    return ModelLock(OwnFolder(folder / "models"), "names")
 
 
 @contextmanager
@@ -71,29 +71,29 @@ def nothing(text: str = "") -> None:
 def test_second_owner_is_refused_and_the_first_is_named_until_its_process_ends(tmp_path: Path) -> None:
     refused = pytest.raises(RunLocked, match=r"model names is being retrained by process \d+ on ")
     with other_process(tmp_path) as process:
-        with refused, owner_in(tmp_path).owned(0.0, nothing, nothing):
+        with refused, lock_in(tmp_path).held(0.0, nothing, nothing):
             pass
         process.kill()
         process.wait()
-        with owner_in(tmp_path).owned(0.0, nothing, nothing):
+        with lock_in(tmp_path).held(0.0, nothing, nothing):
             pass
-    with owner_in(tmp_path).owned(0.0, nothing, nothing):
+    with lock_in(tmp_path).held(0.0, nothing, nothing):
         pass  # released
 
 
 def test_wait_gives_up_in_time_and_says_so(tmp_path: Path) -> None:
     said: list[str] = []
     with (
-        owner_in(tmp_path).owned(0.0, nothing, nothing),
+        lock_in(tmp_path).held(0.0, nothing, nothing),
         pytest.raises(RunLocked, match=r"and did not end within 0.05 s"),
-        owner_in(tmp_path).owned(0.05, said.append, nothing),
+        lock_in(tmp_path).held(0.05, said.append, nothing),
     ):
         pass
     assert len(said) == 1 and "waiting for its end" in said[0]
 
 
 def test_model_is_owned_once_the_other_process_was_stopped(tmp_path: Path) -> None:
-    with other_process(tmp_path) as process, owner_in(tmp_path).owned(PATIENCE_S, nothing, process.terminate):
+    with other_process(tmp_path) as process, lock_in(tmp_path).held(PATIENCE_S, nothing, process.terminate):
         assert process.wait(PATIENCE_S) == -signal.SIGTERM
 
 

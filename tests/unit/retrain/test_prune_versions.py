@@ -10,13 +10,16 @@ import pytest
 
 from ddptrain.errors import UsageError
 from ddptrain.model_registry import registry as registry_module
-from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import VersionRecord
-from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.clean_up import prune_versions
+from ddptrain.model_registry.registry import RECORD, ModelRegistry
+from ddptrain.retrain.clean_up import CleanUpReport, clean_up
 
 WEIGHTS = b"w" * 500
+
+
+def pruned(registry: ModelRegistry, keep: int) -> CleanUpReport:
+    return clean_up(registry, "names", keep, f"{registry.where}/no-runs", "names")
 
 
 @pytest.fixture
@@ -39,22 +42,16 @@ def numbers(registry: ModelRegistry) -> list[int]:
 
 @pytest.mark.parametrize(("keep", "removed"), [(0, (5, 6)), (1, (5,)), (2, ()), (10, ())])
 def test_newest_versions_and_those_in_use_stay(registry: ModelRegistry, keep: int, removed: tuple[int, ...]) -> None:
-    report = prune_versions(registry, "names", keep)
-    assert (report.removed, report.freed_bytes) == (removed, 502 * len(removed))
+    report = pruned(registry, keep)
+    assert (report.versions, report.freed_bytes) == (removed, 502 * len(removed))
     assert numbers(registry) == [number for number in range(1, 7) if number not in removed]
-    assert {number: report.kept[number] for number in (1, 2, 3, 4)} == {
-        1: "night",
-        2: "staging",
-        3: "previous",
-        4: "champion",
-    }
     for version in registry.versions("names"):
         registry.verify(version)
 
 
 def test_model_without_versions_has_nothing_to_delete(tmp_path: Path) -> None:
-    report = prune_versions(ModelRegistry.open(str(tmp_path / "models")), "names", 3)
-    assert report.removed == () and report.kept == {} and not (tmp_path / "models").exists()
+    report = pruned(ModelRegistry.open(str(tmp_path / "models")), 3)
+    assert report.versions == report.kept == () and not (tmp_path / "models").exists()
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4])
@@ -73,13 +70,13 @@ def test_deletion_that_was_killed_is_finished(
     with monkeypatch.context() as patch:
         patch.setattr(OwnFolder, "remove", die)
         with pytest.raises(KeyboardInterrupt):
-            prune_versions(registry, "names", 1)
+            pruned(registry, 1)
     folder = registry._version_folder("names", 5)
     assert folder.files() and (folder.read(RECORD) is None) == (left > 1)
     with pytest.raises(UsageError, match="no version 5"):  # whether its record is still there or not
         registry.promote("names", 5)
     changes = registry.state("names").number
-    assert prune_versions(registry, "names", 1).removed == ()
+    assert pruned(registry, 1).versions == ()
     assert folder.files() == {} and numbers(registry) == [1, 2, 3, 4, 6]
     assert registry.state("names").number == changes  # it is removed once in the history
     assert registry.state("names").removed == (5,)
@@ -96,11 +93,11 @@ def test_files_of_a_version_that_was_never_complete_are_deleted_a_day_later(
     assert set(folder.files()) == {"claim.json", "weights"}
     where = Path(registry.where) / "names/versions/7"
     (where / ".more-weights.1a2b.tmp").write_bytes(WEIGHTS)
-    prune_versions(registry, "names", 10)
+    pruned(registry, 10)
     assert set(folder.files()) == {"claim.json", "weights"}  # another process may still be writing it
     tomorrow = time.time() + 25 * 3600
     monkeypatch.setattr(registry_module, "time", SimpleNamespace(time=lambda: tomorrow))
-    prune_versions(registry, "names", 10)
+    pruned(registry, 10)
     assert not where.exists() and numbers(registry) == [1, 2, 3, 4, 5, 6]
 
 
@@ -118,8 +115,8 @@ def test_version_that_is_promoted_at_the_same_moment_stays_complete(
         return found
 
     monkeypatch.setattr(ModelRegistry, "versions", promote_after_listing)
-    report = prune_versions(registry, "names", 1)
-    assert report.removed == () and report.kept[5] == "in use"
+    report = pruned(registry, 1)
+    assert report.versions == () and 5 in report.kept
     registry.verify(registry.version("names", 5))
 
 

@@ -1,4 +1,4 @@
-"""Times of a schedule, and whether a retraining is late."""
+"""Times of a schedule."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.model_registry.retrainings import RetrainRecord
-from ddptrain.schedule.check import judge
-from ddptrain.schedule.entries import Entry, parse_schedule, resolve_slot, slot_text
+from ddptrain.schedule.entries import parse_schedule, resolve_slot, slot_text
 
 # --- The times of schedules, also where clocks change, and systemd's form of them ---
 
@@ -100,40 +98,6 @@ def test_slots_sort_by_time() -> None:
 )
 def test_events_of_systemd(cron: str, events: list[str]) -> None:
     assert parse_schedule(f"{cron} UTC").on_calendar() == events
-
-
-# --- Which models are late ---
-
-
-NOW = datetime(2026, 11, 22, 12, 30, tzinfo=UTC)
-ENTRY = Entry("pets", "pets", "/c.yaml", "/", "0 * * * * UTC", "cron", (), added_at="2026-11-20T00:00:00.000Z")
-
-
-def ended(time: str, status: str = "promoted", reason: str = "") -> RetrainRecord:
-    return RetrainRecord(
-        3, "pets", f"2026-11-22T{time}:00.000Z", status=status, ended_at=f"2026-11-22T{time}:30.000Z", reason=reason
-    )
-
-
-@pytest.mark.parametrize(
-    ("newest", "now", "state", "reason"),
-    [
-        ([ended("12:01")], NOW, "ok", "last success 2026-11-22 12:01 UTC"),
-        ([ended("12:01", "unchanged")], NOW, "ok", "12:01"),
-        ([ended("12:20", "failed"), ended("12:01")], NOW, "ok", "12:01"),
-        ([ended("11:50")], NOW, "late", "none was started since then"),
-        ([ended("11:50")], NOW.replace(minute=9), "ok", "11:50"),  # a start may take ten minutes
-        ([ended("12:01", "rejected", "worse")], NOW, "late", "retraining 3 ended as rejected: worse"),
-        ([ended("12:01", "running")], NOW, "late", "retraining 3 has no recorded end"),
-        ([], NOW, "late", "none was ever started"),
-        ([], datetime(2026, 11, 20, 0, 5, tzinfo=UTC), "waiting", "first at 2026-11-20 01:00 UTC"),
-    ],
-)
-def test_last_success_must_not_be_older_than_the_schedule_allows(
-    newest: list[RetrainRecord], now: datetime, state: str, reason: str
-) -> None:
-    found = judge(ENTRY, newest, now)
-    assert found.state == state and reason in found.reason
 
 
 TIMES = ("0 3 * * *", "0 3 * * Mon,Thu", "30 4 1 * *", "*/15 * * * *", "0 3 1 * 1", "*/20 1-5/2 * 2,8 *")
