@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
-from ddptrain.model_registry.model_reader import ModelReader
+from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.reports.page import MOST_RUNS, Page, RunCard, body_html, page_html, page_json, policy, runs_page
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
@@ -90,7 +90,7 @@ class Site:
             sweep = self._sweep(query["sweep"][0]).record
             return self._live(runs_page([], sweep, is_served=True), sweep.status == RunStatus.RUNNING)
         if "models" in query:
-            models = ModelReader.open(self._models_dir)
+            models = ModelRegistry.open(self._models_dir)
             found = [(name, models.state(name), models.versions(name)[::-1]) for name in models.models()]
             return self._live(Page("models", "Models", models.where, rows=found, is_served=True), True)
         views = self._runs.list()
