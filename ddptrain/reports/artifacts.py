@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -181,26 +182,13 @@ class _Reader:
         """Return the picture of a file; None if it cannot be shown, or there are too many."""
         if not _is_picture(path) or not 0 < self._files.get(path, 0) <= _LARGEST_FILE_BYTES or self._left <= 0:
             return None
-        from PIL import Image
-
         try:
-            with (
-                os.fdopen(open_regular(self._folder / path), "rb") as file,
-                Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image,
-            ):
-                if image.width * image.height > _MOST_PIXELS:
-                    return None
-                image.draft("RGB", (_LONGEST_SIDE, _LONGEST_SIDE))  # a large JPEG is decoded smaller
-                shown = image.convert("RGBA" if image.has_transparency_data else "RGB")
-        except Exception:  # a damaged image raises errors of many types
+            state = (self._folder / path).lstat()
+        except OSError:
             return None
-        shown.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-        kind = "JPEG" if max(shown.size) > 2 * _SMALL and shown.mode == "RGB" else "PNG"
-        target = io.BytesIO()
-        shown.save(target, kind, quality=85)
-        self._left -= 1
-        data = base64.b64encode(target.getvalue()).decode()
-        return Picture(PurePosixPath(path).name, f"data:image/{kind.lower()};base64,{data}", *shown.size)
+        found = _picture(self._folder / path, state.st_size, state.st_mtime_ns)
+        self._left -= found is not None
+        return found
 
     def gallery(self, table: Table) -> list[GalleryItem]:
         """Return the images that a table's cells name, wrong predictions first; none if it names no images."""
@@ -225,6 +213,29 @@ class _Reader:
             (folder, list(filter(None, map(self.picture, below[folder][:_MOST_OF_GROUP])))) for folder in sorted(below)
         )
         return [(folder.removeprefix("images/"), shown) for folder, shown in islice(found, _MOST_GROUPS) if shown]
+
+
+@lru_cache(maxsize=256)  # a page of a run that is running is made again and again
+def _picture(path: Path, size_bytes: int, changed_ns: int) -> Picture | None:
+    from PIL import Image
+
+    try:
+        with (
+            os.fdopen(open_regular(path), "rb") as file,
+            Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image,
+        ):
+            if image.width * image.height > _MOST_PIXELS:
+                return None
+            image.draft("RGB", (_LONGEST_SIDE, _LONGEST_SIDE))  # a large JPEG is decoded smaller
+            shown = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    except Exception:  # a damaged image raises errors of many types
+        return None
+    shown.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+    kind = "JPEG" if max(shown.size) > 2 * _SMALL and shown.mode == "RGB" else "PNG"
+    target = io.BytesIO()
+    shown.save(target, kind, quality=85)
+    data = base64.b64encode(target.getvalue()).decode()
+    return Picture(path.name, f"data:image/{kind.lower()};base64,{data}", *shown.size)
 
 
 def _short(cell: str) -> str:

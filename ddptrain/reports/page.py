@@ -91,24 +91,30 @@ class RunCard:
         self.view, self.record, self.failure = view, view.record, view.record.failure
         self.is_detailed = is_detailed
         self._of = of
-        self.problems = [view.problem] if view.problem else []
-        self._lines: list[Line] = []
-        self._system: list[Line] = []
+
+    @cached_property
+    def _lines(self) -> tuple[list[Line], list[Line], str]:
+        """The curves of the metrics and of the system metrics, and why they can't be read."""
         try:
-            self._lines, self._system = read_lines(view), read_system_lines(view)
+            return read_lines(self.view), read_system_lines(self.view), ""
         except DdptrainError as error:
-            self.problems.append(one_line(error))
+            return [], [], one_line(error)
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read."""
+        return [problem for problem in (self.view.problem, self._lines[2]) if problem]
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
         """The curves for the script; system metrics have a quarter of the points."""
         points = _POINTS // self._of
-        return [*page_data(self._lines, points), *page_data(self._system, points // 4)]
+        return [*page_data(self._lines[0], points), *page_data(self._lines[1], points // 4)]
 
     @cached_property
     def metrics(self) -> list[MetricSummary]:
         """The metrics, those of validation first."""
-        return sorted(summaries(self._lines), key=lambda metric: not metric.name.startswith("val"))
+        return sorted(summaries(self._lines[0]), key=lambda metric: not metric.name.startswith("val"))
 
     @cached_property
     def ranks(self) -> list[RankResult]:

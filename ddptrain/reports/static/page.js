@@ -26,14 +26,18 @@ document.addEventListener("click", (event) => {
   sort(head.closest("table"));
 });
 
+const keyOf = (node) => node.dataset?.key || node.id || (node.nodeName === "DETAILS" ? node.firstElementChild.textContent : "");
+
 // Makes `now` like `wanted`, without touching what the user has opened, ticked, sorted or focused.
 function patch(now, wanted) {
   for (const { name, value } of [...wanted.attributes]) if (name !== "open" && now.getAttribute(name) !== value) now.setAttribute(name, value);
   for (const { name } of [...now.attributes]) if (!wanted.hasAttribute(name) && !["open", "hidden", "aria-sort"].includes(name)) now.removeAttribute(name);
-  const keyed = new Map([...now.children].filter((child) => child.dataset.key).map((child) => [child.dataset.key, child]));
-  const kept = [...wanted.childNodes].map((child, at) => {
-    const old = child.dataset?.key ? keyed.get(child.dataset.key) : now.childNodes[at];
-    if (!old || old.nodeName !== child.nodeName || (old.dataset?.key ?? "") !== (child.dataset?.key ?? "")) return child;
+  const keyed = new Map([...now.children].filter(keyOf).map((child) => [keyOf(child), child]));
+  const others = [...now.childNodes].filter((child) => !keyOf(child));
+  const kept = [...wanted.childNodes].map((child) => {
+    const at = others.findIndex((other) => other.nodeName === child.nodeName);
+    const old = keyOf(child) ? keyed.get(keyOf(child)) : at < 0 ? undefined : others.splice(at, 1)[0];
+    if (!old || old.nodeName !== child.nodeName) return child;
     if (child.nodeType === Node.TEXT_NODE && old.data !== child.data) old.data = child.data;
     if (child.nodeType === Node.ELEMENT_NODE && !("keep" in child.dataset) && !old.isEqualNode(child)) patch(old, child);
     return old;
