@@ -49,7 +49,7 @@ def test_answers_arrive_in_order_from_another_process() -> None:
     [("usage", UsageError, "^a reason$"), ("bug", RuntimeError, "KeyError"), ("die", ClusterError, "-6")],
 )
 def test_an_error_follows_what_was_answered(how: str, kind: type[Exception], reason: str) -> None:
-    found = []
+    found: list[object] = []
     with Isolated(f"{HERE}:fail", how, ENVIRON) as process, pytest.raises(kind, match=reason):
         found += process.answers()
     with Isolated(f"{HERE}:fail", how, ENVIRON) as process:
