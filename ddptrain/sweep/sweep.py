@@ -369,7 +369,7 @@ class Sweep:
         failure = FailureRecord(kind="sweep", message=record.message) if record.message else None
         self.home.writer.finish(status, self.exit_code, failure)
         lines = output.summary_lines(record, self.home.where)
-        self.display.close({}, lines, output.last_event(record, self.home.where))
+        self.display.close(lines, output.last_event(record, self.home.where))
         if self.messages is not None:
             self.messages.on_end(RunView(self.home.writer.layout, self.home.writer.record))
         return self.exit_code
