@@ -84,6 +84,7 @@ async function follow() {
         document.querySelectorAll("table.sortable").forEach(sort);
         filter();
         if (curves && news.curves) curves.show(news);
+        contents();
       }
       if (news.ended) return;
     } catch (error) {
@@ -100,6 +101,17 @@ async function load() {
     data.curves.push(...news.curves.map((curve) => ({ ...curve, run })));
     if (run % 10 === 0 || run === data.runs.length - 1) curves.show(data);
   }
+}
+
+// The table of contents: titles with an anchor, but not those inside of runs that are folded.
+function contents() {
+  const titles = [...document.querySelectorAll("main :is(h2, h3, details.run)[id]")];
+  const links = titles.filter((title) => !title.parentElement.closest("details.run") && title.offsetParent).map((title) => {
+    const item = html("li");
+    html("a", { href: `#${title.id}` }, (title.querySelector("summary h2") ?? title).firstChild.textContent.trim(), item);
+    return item;
+  });
+  document.getElementById("contents").replaceChildren(...(links.length > 1 ? links.slice(0, 30) : []));
 }
 
 function openTarget() {
@@ -120,5 +132,6 @@ addEventListener("hashchange", openTarget);
 if (curves) curves.show(data);
 if (curves && data.runs[0].query) load();
 if (data.live) follow();
+contents();
 openTarget();
 filter();
