@@ -176,16 +176,16 @@ class Run:
 
         An exception during the wait, such as Ctrl-C, does not stop the run. Raises the errors of `wait`.
         """
+        from ddptrain.results.log_tail import LogTail
         from ddptrain.results.runs import NeededFiles
         from ddptrain.results.show.live_table import in_notebook
-        from ddptrain.results.show.log_follower import LogCursor
 
-        log = LogCursor(self._view(NeededFiles.LOGS, 0).layout.log(0), lines=10)
+        log = LogTail(self._view(NeededFiles.LOGS, 0).layout.log(0), lines=10)
 
         def lines() -> Iterator[str]:
             if self._is_stored:
                 self._view(NeededFiles.LOGS, 0)
-            return log.read()
+            return log.texts()
 
         every_s = _STORE_POLL_S if self._is_stored else 1.0
         self._show(lines, print, every_s, live=in_notebook(), limit_s=timeout_s)

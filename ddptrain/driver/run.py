@@ -381,8 +381,8 @@ class Run:
         )
         with self.signals.interrupting():
             places = workers.reserve(request_for(self.config, slots), hooks)
-        shows = self.options.shows
-        hidden = {place.rank for place in places if not shows(place.local_rank)} if shows is not None else set()
+        shows = self.options.shows or (lambda local_rank: True)
+        hidden = {place.rank for place in places if not shows(place.placement.local_rank)}
         self.recorder.ranks(len(places), self.log_sizes, hidden)
         if self.machine is None:
             self.recorder.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")

@@ -46,13 +46,15 @@ class TrialState(StrEnum):
 
 @dataclass(slots=True)
 class TrialRecord:
-    """One trial. value: the mean of `values`, or the last value of a trial without a result."""
+    """One trial. value: the best value of the metric, or the last one of a trial without a result.
+
+    run_ids: its run; sweeps of earlier versions repeated a trial, with a `spread`.
+    """
 
     number: int
     params: dict[str, Any]
     state: TrialState = TrialState.RUNNING
     value: float | None = None
-    values: list[float] = field(default_factory=list)
     spread: float | None = None
     step: int | None = None
     error: str = ""
@@ -82,7 +84,6 @@ class SweepRecord:
     mode: str = "min"
     search: str = "tpe"
     prune: str = "none"
-    seeds: int = 1
     ranks: int = 1
     parallel: int = 0  # most trials that ran at the same time so far
     planned: int | None = None
@@ -94,7 +95,7 @@ class SweepRecord:
     ended_at: str | None = None
     duration_s: float | None = None
     best: int | None = None
-    importance: dict[str, float] | None = None
+    importance: dict[str, float] | None = None  # of the fields; in sweeps of earlier versions
     trials: list[TrialRecord] = field(default_factory=list)
 
     @property

@@ -50,7 +50,7 @@ def watch_sweep(sweep: FoundSweep, mode: str) -> int:
         if record.status == "running":
             return _BROKEN_PIPE
         running.clear()
-        display.close({}, output.summary_lines(record, where), output.last_event(record, where))
+        display.close(output.summary_lines(record, where), output.last_event(record, where))
     return ExitCode.CLUSTER if record.exit_code is None else record.exit_code
 
 

@@ -98,5 +98,5 @@ def _note_classes(
             f"{counted(n_left_out, 'image')} of {len(all_images):,} are left out, because not all models know their "
             f"classes: {listed(left_out, _MOST_NAMED)}"
         )
-    if not compared.val:
+    if not len(compared.val):
         raise UsageError("no image to evaluate on has a class that all models know")

@@ -63,7 +63,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     ddp = distributed(ctx, settings, model)
     optimizer = make_optimizer(settings, model.parameters())
     batches = train_loader(ctx, manifest, settings)
-    held_out = val_loader(ctx, manifest, settings) if manifest.val else None
+    held_out = val_loader(ctx, manifest, settings) if len(manifest.val) else None
     resumed = ctx.resume(model=ddp, optimizer=optimizer)
     if resumed:
         config = described_again(resumed.data["model_config"], manifest, settings.image_size)

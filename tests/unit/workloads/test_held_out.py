@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.storage.store import Listed
 from ddptrain.workloads.held_out import FILE, digest_of
 from ddptrain.workloads.images.data import held_out as images
-from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.data.manifest import TRAIN, UNUSED, VAL, Manifest
 from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
 from ddptrain.workloads.images.model.saved_classifier import SavedConfig
 from ddptrain.workloads.images.params import ImagesParams
@@ -22,16 +22,15 @@ from tests.unit.workloads.images_runs import description, picture
 # --- The data of an evaluation: what a run held out, or another source; their digest; classes that models share ---
 
 
-MANIFEST = Manifest(
-    url="/pets",
-    classes=("cat", "dog", "pug"),
-    keys=("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "pug/1.png", "pug/2.png"),
-    labels=(0, 0, 1, 1, 2, 2),
-    sizes=(10, 11, 12, 13, 14, 15),
-    versions=("a", "b", "c", "d", "e", "f"),
-    train=(0, 2, 4),
-    val=(1, 3, 5),
-)
+def pets(val: str = "2", url: str = "/pets", version: str = "b", unused: str = "") -> Manifest:
+    """Two images of each of three classes; those with a number in `val` validate."""
+    keys = ["cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "pug/1.png", "pug/2.png"]
+    parts = [UNUSED if key == unused else VAL if key[4] in val else TRAIN for key in keys]
+    images = [(Listed(key, 10 + at, version if at == 1 else ""), at // 2, parts[at]) for at, key in enumerate(keys)]
+    return Manifest.of(url, ("cat", "dog", "pug"), images)
+
+
+MANIFEST = pets()
 
 
 def run_with_names(folder: Path, held_out: Any) -> Path:
@@ -91,17 +90,16 @@ def test_run_without_a_list_of_names_is_an_error(tmp_path: Path) -> None:
 def test_images_that_a_run_held_out_are_described_by_name_class_size_and_version() -> None:
     told = images.described(MANIFEST)
     assert (told.n, told.noun) == (3, "images")
-    other_training = dataclasses.replace(MANIFEST, train=(0,))
-    assert images.described(other_training) == told
-    for change in ({"versions": ("a", "X", "c", "d", "e", "f")}, {"val": (1, 3)}, {"url": "/other"}):
-        assert images.described(dataclasses.replace(MANIFEST, **change)).digest != told.digest
+    assert images.described(pets(unused="dog/1.png")) == told  # another training
+    for changed in (pets(version="X"), pets(unused="pug/2.png"), pets(url="/other")):
+        assert images.described(changed).digest != told.digest
 
 
 def test_manifest_of_an_evaluation_only_validates() -> None:
     whole = images.evaluated_only(MANIFEST)
-    assert (whole.train, whole.val) == ((), (1, 3, 5))
-    assert images.evaluated_only(MANIFEST, ["cat", "pug"]).val == (1, 5)
-    assert images.evaluated_only(dataclasses.replace(MANIFEST, val=())).val == (0, 2, 4)
+    assert (whole.train.tolist(), whole.val.tolist()) == ([], [1, 3, 5])
+    assert images.evaluated_only(MANIFEST, ["cat", "pug"]).val.tolist() == [1, 5]
+    assert images.evaluated_only(pets(val="")).val.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Path) -> None:
@@ -113,7 +111,7 @@ def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Pa
     told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
     assert told["n"] == 5
     manifest = images.evaluated_only(Manifest.read(tmp_path / "a"))
-    assert manifest.train == () and len(manifest.val) == 5
+    assert (len(manifest.train), len(manifest.val)) == (0, 5)
     settings = images.evaluated_params(ImagesParams(source="/elsewhere"), str(tmp_path / "own"))
     assert manifest.location(settings).url == str(tmp_path / "own")
 
@@ -142,7 +140,7 @@ def test_run_without_held_out_images_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--data"):
         images.held_out_images(tmp_path)
     (tmp_path / "inputs").mkdir()
-    dataclasses.replace(MANIFEST, val=()).write(tmp_path / "inputs")
+    pets(val="").write(tmp_path / "inputs")
     with pytest.raises(UsageError, match=r"held out no images \(params.train_pct\).*--data"):
         images.held_out_images(tmp_path)
 

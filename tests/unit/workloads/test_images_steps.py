@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.images import train as workload
-from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.train import StepLog
 from tests.unit.rank.ranks import Rank
+from tests.unit.workloads.images_runs import make_manifest
 from tests.unit.workloads.pictures import COLOURS, picture
 
 EACH = 4  # images of each colour: three train, one validates
@@ -60,16 +60,7 @@ class Run:
                 (folder / "images" / name / f"{number}.png").write_bytes(picture(name, (12, 12)))
                 keys.append(f"{name}/{number}.png")
         (folder / "inputs").mkdir()
-        Manifest(
-            url=str(folder / "images"),
-            classes=tuple(COLOURS),
-            keys=tuple(keys),
-            labels=(0,) * EACH + (1,) * EACH + (2,) * EACH,
-            sizes=(-1,) * 3 * EACH,
-            versions=("",) * 3 * EACH,
-            train=(0, 1, 2, 4, 5, 6, 8, 9, 10),
-            val=(3, 7, 11),
-        ).write(folder / "inputs")
+        make_manifest(str(folder / "images"), list(COLOURS), keys, val=(3, 7, 11)).write(folder / "inputs")
 
     def train(self, preempt_at: int = 0, **params: Any) -> None:
         """Train on nine images in batches of 4: an epoch has three steps of 3. Preempt the run at a step."""

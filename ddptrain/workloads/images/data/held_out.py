@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ddptrain.errors import UsageError
 from ddptrain.storage.store import Location
@@ -35,7 +36,7 @@ def held_out_images(run_dir: Path) -> Manifest:
         manifest = Manifest.read(run_dir / "inputs")
     except UsageError as error:
         raise UsageError(f"{error}; name images to evaluate on with --data") from error
-    if not manifest.val:
+    if not len(manifest.val):
         raise UsageError(
             f"{run_dir.name} held out no images (params.train_pct): name a folder or URL of images with --data, or "
             "train with params.train_pct below 1"
@@ -48,25 +49,20 @@ def evaluated_only(manifest: Manifest, classes: Collection[str] | None = None) -
 
     classes: only images of these classes remain.
     """
-    kept = manifest.val or manifest.train
+    kept = manifest.val if len(manifest.val) else manifest.train
     if classes is not None:
-        kept = tuple(index for index in kept if manifest.classes[manifest.labels[index]] in classes)
-    return replace(manifest, train=(), val=kept)
+        labels = [label for label, name in enumerate(manifest.classes) if name in classes]
+        kept = kept[np.isin(manifest.labels[kept], labels)]
+    return manifest.validating_on(kept)
 
 
 def described(manifest: Manifest) -> HeldOut:
     """Return the digest and number of the images to evaluate on: their names, classes, sizes and versions count."""
-    images = evaluated_only(manifest).val
-    rows = [
-        [
-            manifest.keys[index],
-            manifest.classes[manifest.labels[index]],
-            manifest.sizes[index],
-            manifest.versions[index],
-        ]
-        for index in images
-    ]
-    return HeldOut(digest_of({"url": manifest.val_url or manifest.url, "images": rows}), len(images), "images")
+    rows = []
+    for index in evaluated_only(manifest).val.tolist():
+        image = manifest.image(index)
+        rows.append([image.key, manifest.classes[manifest.labels[index]], image.size_bytes, image.version])
+    return HeldOut(digest_of({"url": manifest.val_url or manifest.url, "images": rows}), len(rows), "images")
 
 
 def evaluated_params(params: ImagesParams, data: str | None) -> ImagesParams:

@@ -17,7 +17,7 @@ from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location
-from ddptrain.workloads.images.data.manifest import FILE, PARTS, Manifest, is_plain_key
+from ddptrain.workloads.images.data.manifest import FILE, PARTS, TRAIN, VAL, Manifest, is_plain_key
 from ddptrain.workloads.images.data.synthetic import open_images
 from ddptrain.workloads.images.model.labels import outputs_of
 from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
@@ -219,21 +219,11 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
         val_where = source.val_location.description if source.val_location else inside.format(_VAL)
         check_classes_agree(listing.by_class.keys(), classes, source.val.by_class.keys(), val_where)
         val = _by_key(source.val, classes)
-    chosen = [(item, label, False) for label, name in enumerate(classes) for item in used[name]]
-    chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
-    is_val = [is_held or item.key in val_keys for item, _, is_held in chosen]
-    return Manifest(
-        url=location.description,
-        val_url=source.val_location.description if source.val_location else "",
-        classes=tuple(classes),
-        keys=tuple(item.key for item, _, _ in chosen),
-        labels=tuple(label for _, label, _ in chosen),
-        sizes=tuple(item.size_bytes for item, _, _ in chosen),
-        versions=tuple(item.version for item, _, _ in chosen),
-        train=tuple(index for index, validates in enumerate(is_val) if not validates),
-        val=tuple(index for index, validates in enumerate(is_val) if validates),
-        made_of=_made_of(params, location),
-    )
+    train = ((item, label) for label, name in enumerate(classes) for item in used[name])
+    images = [(item, label, VAL if item.key in val_keys else TRAIN) for item, label in train]
+    images += [(item, label, VAL) for label, name in enumerate(classes) for item in val.get(name, [])]
+    val_url = source.val_location.description if source.val_location else ""
+    return Manifest.of(location.description, classes, images, _made_of(params, location), val_url)
 
 
 def check_classes_agree(train: AbstractSet[str], used: Sequence[str], val: AbstractSet[str], where: str) -> None:

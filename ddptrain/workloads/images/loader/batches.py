@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import platformdirs
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -72,7 +74,7 @@ class Images(Dataset[Batch]):
     def __init__(
         self,
         manifest: Manifest,
-        index: Sequence[int],
+        index: NDArray[np.int32],
         settings: ImagesParams,
         augment: Augment | None,
         *,
@@ -92,7 +94,7 @@ class Images(Dataset[Batch]):
     def __getitems__(self, places: Sequence[Place]) -> Batch:
         """Return the images at some places as a batch."""
         ignore_pillow_warnings()
-        planned = [self._index[at] for at, _ in places]
+        planned = [int(self._index[at]) for at, _ in places]
         images = torch.empty((len(planned), self._size, self._size, 3), dtype=torch.uint8)
         shown: dict[int, int] = {}  # row -> index
         bad: dict[int, str] = {}
@@ -104,7 +106,7 @@ class Images(Dataset[Batch]):
         index = [shown[row] for row in sorted(shown)]
         if len(index) < len(planned):
             images = images[sorted(shown)]
-        labels = [self._manifest.labels[each] for each in index]
+        labels = self._manifest.labels[index].tolist()
         as_tensor = partial(torch.tensor, dtype=torch.int64)
         return Batch(images.permute(0, 3, 1, 2), as_tensor(labels), as_tensor(index), bad)
 
@@ -148,13 +150,13 @@ class Images(Dataset[Batch]):
         return reader
 
     def _ref(self, index: int) -> ImageRef:
-        manifest = self._manifest
-        return ImageRef(manifest.keys[index], manifest.sizes[index], manifest.versions[index])
+        image = self._manifest.image(index)
+        return ImageRef(image.key, image.size_bytes, image.version)
 
     def _others(self, index: int, draw: random.Random) -> Iterator[int]:
         """Yield the other training images of the class of an image, in an order that depends on `draw` alone."""
-        label = self._manifest.labels[index]
-        same = [each for each in self._manifest.train if self._manifest.labels[each] == label and each != index]
+        train, labels = self._manifest.train, self._manifest.labels
+        same = train[(labels[train] == labels[index]) & (train != index)].tolist()
         yield from draw.sample(same, len(same))
 
 

@@ -181,24 +181,6 @@ def test_burst_of_every_rank_arrives_whole_and_in_order(tmp_path: Path) -> None:
         assert lines == [f"line {number}" for number in range(count)]
 
 
-def test_close_waits_for_logs_that_are_still_to_come(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=1)
-    shown.print(0, b"one\n")
-    timer = threading.Timer(0.2, shown.print, [0, b"two\nbeyond the end"])
-    timer.start()
-    shown.close(final_sizes={0: 8}, summary=["end"])
-    timer.join()
-    assert shown.out == "[rank 0] one\n[rank 0] two\nend\n"
-
-
-def test_log_that_does_not_arrive_is_given_up_with_a_warning(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=1)
-    shown.print(0, b"one")
-    shown.close(final_sizes={0: 100}, summary=["end"], deadline_s=2.0)
-    assert shown.out == "[rank 0] one\nend\n"
-    assert "rank-0.log has 3 of 100 bytes" in shown.err
-
-
 def test_unknown_mode_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         open_display("fancy", tmp_path, "run-1")

@@ -21,6 +21,7 @@ from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Tracked
+from ddptrain.protocol.rank_spec import Placement
 from ddptrain.results.layout import Origin, RunLayout
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import DriverRecord, RunStatus
@@ -102,7 +103,7 @@ def make(writer: RunWriter, home: dict[str, str]) -> Make:
 
 def place(rank: int, *, shared: bool = True) -> RankPlace:
     slot = Slot("tcp://w", "127.0.0.1", 0, counted=True, gpu=False)
-    return RankPlace(rank, rank, 2, 0, slot, "host", Path("/"), shared)
+    return RankPlace(rank, Placement(2, rank, 2, 0, 0, shared=shared), slot, "host", Path("/"))
 
 
 def told(tracking: TrackingSetup, rank: int = 0) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 from ddptrain.errors import RunNotFound
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.log_tail import LogTail
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.show.log_follower import LogCursor, final_text, follow_logs, show_logs
+from ddptrain.results.show.log_follower import final_text, follow_logs, show_logs
 
 
 def view_of(root: Path, world_size: int = 1, **logs: bytes) -> RunView:
@@ -69,21 +70,6 @@ def test_the_last_lines_are_found_from_the_end(tmp_path: Path, data: bytes, line
     assert list(show_logs(view_of(tmp_path, rank0=data), lines=lines)) == shown
 
 
-def test_text_cut_in_the_middle_of_a_character_is_whole_again(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    cursor = LogCursor(path)
-    assert list(cursor.read()) == []
-    data = "größe 🐕\n".encode()
-    shown = []
-    for end in range(1, len(data) + 1):
-        path.write_bytes(data[:end])
-        shown += list(cursor.read())
-    assert shown == ["größe 🐕"]
-    path.write_bytes(data + b"\xf0\x9f")
-    assert list(cursor.read()) == []
-    assert list(cursor.rest()) == ["\ufffd"]
-
-
 def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
     view = view_of(tmp_path, rank0=b"x" * 5_000_000)
     pieces = list(show_logs(view))
@@ -132,18 +118,9 @@ def test_following_from_before_the_first_line_says_whose_each_line_is(tmp_path: 
     assert list(lines) == ["[rank 0] a", "[rank 1] b"]
 
 
-def test_a_log_that_is_written_anew_is_followed_from_its_start(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"a long first line\n")
-    cursor = LogCursor(path)
-    assert list(cursor.read()) == ["a long first line"]
-    path.write_bytes(b"new\n")
-    assert list(cursor.read()) == ["new"]
-
-
 @pytest.mark.parametrize("lines", [None, 3])
 def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int | None) -> None:
     log = tmp_path / "rank-0.log"
     log.symlink_to("/etc/hosts")
     with pytest.raises(ResultsError, match=rf"^cannot read {re.escape(str(log))}: Too many levels of symbolic links"):
-        list(LogCursor(log, lines).read())
+        list(LogTail(log, lines).texts())

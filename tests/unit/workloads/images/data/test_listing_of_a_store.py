@@ -96,7 +96,8 @@ def test_a_split_source_and_a_folder_of_its_own_in_a_store(bucket: ImageBucket, 
     assert (len(manifest.train), len(manifest.val), manifest.val_url) == (6, 4, "s3://split/pets/train")
     location = manifest.val_location(ImagesParams(**params))
     assert location is not None
-    assert len(open_source(location).get(manifest.keys[manifest.val[0]])) == manifest.sizes[manifest.val[0]]
+    image = manifest.image(manifest.val[0])
+    assert len(open_source(location).get(image.key)) == image.size_bytes
 
 
 def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: ImageBucket, proxy: FaultProxy) -> None:

@@ -27,6 +27,7 @@ from ddptrain.workloads.images.loader.batches import (
 from ddptrain.workloads.images.loader.decode import decode_eval
 from ddptrain.workloads.images.params import ImagesParams
 from tests.servers.images_on_s3 import draw, draw_folder
+from tests.unit.workloads.images_runs import make_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -58,16 +59,7 @@ def manifest_of(folder: Path) -> Manifest:
     """All of the images that were drawn, as they were then: every fourth validates."""
     keys = sorted(f"{name}/{name.partition('-')[0]}_{number}.jpg" for name in CLASSES for number in range(PER_CLASS))
     n = len(keys)
-    return Manifest(
-        url=str(folder),
-        classes=CLASSES,
-        keys=tuple(keys),
-        labels=tuple(CLASSES.index(key.partition("/")[0]) for key in keys),
-        sizes=(-1,) * n,
-        versions=("",) * n,
-        train=tuple(index for index in range(n) if index % 4),
-        val=tuple(range(0, n, 4)),
-    )
+    return make_manifest(str(folder), CLASSES, keys, range(0, n, 4))
 
 
 def params_of(folder: Path, **params: Any) -> ImagesParams:
@@ -197,18 +189,7 @@ def test_images_to_validate_with_are_read_from_their_own_folder(tmp_path: Path) 
         (held / key).parent.mkdir(parents=True, exist_ok=True)
         (held / key).write_bytes(draw((24, 20), f"held {key}"))
     n = len(keys)
-    labels = tuple(CLASSES.index(key.partition("/")[0]) for key in keys)
-    manifest = Manifest(
-        url=str(source),
-        val_url=str(held),
-        classes=CLASSES,
-        keys=keys * 2,
-        labels=labels * 2,
-        sizes=(-1,) * 2 * n,
-        versions=("",) * 2 * n,
-        train=tuple(range(n)),
-        val=tuple(range(n, 2 * n)),
-    )
+    manifest = make_manifest(str(source), CLASSES, [*keys, *keys], range(n, 2 * n), str(held))
     settings = params_of(source, val_source=str(held), augmentation="none", loader_workers=1)
     validated = seen(val_loader(context(), manifest, settings))
     assert sorted(validated) == list(manifest.val)
