@@ -48,9 +48,9 @@ from ddptrain.text_tables import clean, duration, number
 from ddptrain.version import __version__
 
 MOST_RUNS = 100  # on one page
-_MOST_DETAILED, _RUNS_OF_SWEEP = 20, 50  # runs with logs, images and tables; the best runs of a sweep
+_RUNS_OF_SWEEP = 50  # the best ones
 _POINTS = 100_000  # of all curves: about 21 bytes each in the page
-_PICTURES = 120  # of all runs
+_PICTURES = 120
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SETTINGS = 6, 100, 1000
 _MOST_TRIALS, _MOST_AXES = 2000, 20
 _ID_CHARACTERS, _CHARACTERS, _MOST_OF_LONG = 120, 1000, 40_000  # of an id, of one text, of a traceback or a log
@@ -68,13 +68,11 @@ _FOR_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 class RunCard:
     """What the page shows of one run; files that cannot be read are left out.
 
-    of: the number of runs on the page, which share its points and pictures. is_detailed: whether logs, images and
-    tables are shown.
+    of: the number of runs on the page, which share its points.
     """
 
-    def __init__(self, view: RunView, of: int = 1, *, is_detailed: bool = True) -> None:
+    def __init__(self, view: RunView, of: int = 1) -> None:
         self.view, self.record, self.failure = view, view.record, view.record.failure
-        self.is_detailed = is_detailed
         self._of = of
 
     @cached_property
@@ -122,13 +120,13 @@ class RunCard:
         """The last lines of the first 16 ranks, that of the failure first."""
         first = self.failure.rank if self.failure is not None else None
         logs = sorted(self.view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))
-        read = ((rank, last_lines(path, _LINES, _LOG_BYTES)) for rank, path in logs[:_MOST_LOGS] if self.is_detailed)
+        read = ((rank, last_lines(path, _LINES, _LOG_BYTES)) for rank, path in logs[:_MOST_LOGS])
         return {rank: lines for rank, lines in read if lines}
 
     @cached_property
     def artifacts(self) -> Artifacts:
         """Its tables, pictures and other files."""
-        return read_artifacts(self.view, _PICTURES // self._of) if self.is_detailed else Artifacts()
+        return read_artifacts(self.view, _PICTURES)
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -315,14 +313,14 @@ def runs_page(
     views: Sequence[RunView], sweep: SweepRecord | None = None, *, is_served: bool = False, with_curves: bool = True
 ) -> Page:
     """Return the page about runs, and a sweep; of one run it has everything."""
-    cards = [RunCard(view, len(views), is_detailed=at < _MOST_DETAILED) for at, view in enumerate(views)]
+    cards = [RunCard(view, len(views)) for view in views]
     labels = [shorten(card.view.run_id, _ID_CHARACTERS) for card in cards]
     states = Counter(view.shown_status for view in views)
     by_state = ", ".join(f"{count} {shorten(state, 40)}" for state, count in states.most_common(8))
     title = f"Sweep {shorten(sweep.sweep_id, _ID_CHARACTERS)}" if sweep is not None else counted(len(views), "run")
     curves = [{"run": at, **curve} for at, card in enumerate(cards) for curve in card.curves] if with_curves else []
     return Page(
-        "runs",
+        "run" if len(views) == 1 and sweep is None else "runs",
         f"Run {labels[0]}" if sweep is None and len(views) == 1 else title,
         f"{counted(len(views), 'run')}: {by_state}." if len(views) > 1 else "",
         cards,

@@ -103,23 +103,15 @@ async function load() {
   }
 }
 
-// The table of contents: titles with an anchor, but not those inside of runs that are folded.
+// The table of contents: the titles with an anchor.
 function contents() {
-  const titles = [...document.querySelectorAll("main :is(h2, h3, details.run)[id]")];
-  const links = titles.filter((title) => !title.parentElement.closest("details.run") && title.offsetParent).map((title) => {
+  const titles = [...document.querySelectorAll("main :is(h2, h3)[id]")].filter((title) => title.offsetParent);
+  const links = titles.map((title) => {
     const item = html("li");
-    html("a", { href: `#${title.id}` }, (title.querySelector("summary h2") ?? title).firstChild.textContent.trim(), item);
+    html("a", { href: `#${title.id}` }, title.firstChild.textContent.trim(), item);
     return item;
   });
-  document.getElementById("contents").replaceChildren(...(links.length > 1 ? links.slice(0, 30) : []));
-}
-
-function openTarget() {
-  const target = location.hash && document.getElementById(location.hash.slice(1));
-  const details = target && target.closest("details");
-  if (!details) return;
-  details.open = true;
-  target.scrollIntoView();
+  document.getElementById("contents").replaceChildren(...(links.length > 1 ? links : []));
 }
 
 let opened = [];
@@ -128,10 +120,8 @@ addEventListener("beforeprint", () => {
   opened.forEach((details) => (details.open = true));
 });
 addEventListener("afterprint", () => opened.forEach((details) => (details.open = false)));
-addEventListener("hashchange", openTarget);
 if (curves) curves.show(data);
 if (curves && data.runs[0].query) load();
 if (data.live) follow();
 contents();
-openTarget();
 filter();
