@@ -14,7 +14,7 @@ from ddptrain.errors import DdptrainError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.facts import Facts, RunReport, SourceLine, StageReport
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.show.curves import Plot, whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
 from ddptrain.text_tables import clean, clean_line, duration
@@ -39,7 +39,7 @@ def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHAR
     """Return the report; blocks that do not fit into `limit` bytes are left out, from the end, with a note."""
     blocks = list(_blocks(facts, environ))
     view = facts.report.view
-    more = f": see {code(view.layout.where)}" if view is not None else ""
+    more = f": see {code(view.where)}" if view is not None else ""
     note = f"_The rest was left out, because the report would be too long{more}._"
     kept, room = [], limit - len(note.encode()) - 2
     for block in blocks:
@@ -67,7 +67,7 @@ def _blocks(facts: Facts, environ: Mapping[str, str]) -> Iterator[str]:
         yield "### Stages"
         yield _stages(reached)
     if report.view is not None:
-        yield f"Look further with `ddptrain results show {run_argument(report.view.layout)}`"
+        yield f"Look further with `ddptrain results show {run_argument(report.view)}`"
 
 
 def _heading(report: RunReport) -> str:
@@ -120,9 +120,9 @@ def _about(report: RunReport, environ: Mapping[str, str]) -> str:
         facts += [duration(view.duration_s)]
         if record.git is not None:
             facts.append(f"commit {code(record.git.commit[:12])}{' with changes' if record.git.dirty else ''}")
-        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view.layout, record).values() if "url" in found)
+        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view, record).values() if "url" in found)
         links += [link("W&B run" if number == 0 else f"W&B run {number + 1}", url) for number, url in enumerate(urls)]
-        links.append(f"run directory {code(view.layout.where)}")
+        links.append(f"run directory {code(view.where)}")
         if tags := view.annotations.tags:
             notes.append(f"tags {' '.join(code(tag) for tag in tags)}")
         if note := view.annotations.note:
@@ -195,7 +195,7 @@ def _stages(stages: Sequence[StageReport]) -> str:
 # --- A run ---
 
 
-def _metrics(view: RunView) -> Iterator[str]:
+def _metrics(view: Run) -> Iterator[str]:
     record = view.record
     plot, problem = _curves(view)
     sparks = {curve.name: sparkline(curve.main[1]) for panel in plot.panels for curve in panel.curves} if plot else {}
@@ -212,11 +212,11 @@ def _metrics(view: RunView) -> Iterator[str]:
         yield problem
 
 
-def _curves(view: RunView) -> tuple[Plot | None, str]:
+def _curves(view: Run) -> tuple[Plot | None, str]:
     """Return the curves of the run; if they cannot be shown, None and the reason as Markdown."""
     try:
-        if (size_bytes := view.layout.metrics_jsonl.stat().st_size) > _CURVES_BYTES:
-            command = code(f"ddptrain results compare {run_argument(view.layout)}")
+        if (size_bytes := view.metrics_jsonl.stat().st_size) > _CURVES_BYTES:
+            command = code(f"ddptrain results compare {run_argument(view)}")
             return None, f"There are too many values for curves here ({size_bytes >> 20} MiB): {command} draws them"
         return whole_plot(view), ""
     except FileNotFoundError:
