@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -254,7 +255,7 @@ def _head_adapter() -> TypeAdapter[_Head]:
 
 def is_sweep(folder: Path) -> bool:
     """Return whether the folder is that of a sweep."""
-    return (folder / "sweep.json").is_file()
+    return os.path.isfile(folder / "sweep.json")
 
 
 def parse_time(text: str | None) -> datetime | None:

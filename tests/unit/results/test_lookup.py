@@ -59,7 +59,7 @@ def test_an_ambiguous_prefix_names_the_candidates(tmp_path: Path) -> None:
 )
 def test_the_name_of_a_sweep_in_place_of_a_run_is_met_with_its_trials(tmp_path: Path, name: str, message: str) -> None:
     for sweep in ("pets", "begun"):
-        (tmp_path / sweep).mkdir()
+        put(tmp_path, sweep)
         (tmp_path / sweep / "sweep.json").write_text("{}")
     put(tmp_path / "pets", "pets-0000")
     put(tmp_path / "pets", "pets-0001")
