@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -43,20 +43,35 @@ class Display:
 
     def __init__(
         self,
-        renderer: Renderer,
-        stdout: Stream,
-        stderr: Stream,
+        mode: str,
         logs_dir: Path,
+        run_id: str,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        environ: Mapping[str, str] = os.environ,
         *,
-        groups_ranks: bool = False,
-        summary: Callable[[RunView], Sequence[str]] = summary_lines,
+        all_ranks: bool = False,
+        stage: str = "",
+        rows: OtherRows | None = None,
+        elapsed_s: float = 0.0,
     ) -> None:
-        """`groups_ranks`: of many ranks rank 0 and whatever differs is shown.
+        """Start a display that follows logs_dir/rank-<r>.log of every rank, and shows what ddptrain logs to stderr.
 
-        `summary`: returns the last lines for a run.
+        mode: "auto", "live", "plain" or "json"; "live" without a terminal is "plain". From 17 ranks on, rank 0 is shown
+        and whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`, unless it is
+        "". `rows` returns other rows than those of the ranks. `elapsed_s`: how long the run has already been running.
+        Raises UsageError for an unknown mode.
         """
-        self._renderer, self._stdout, self._stderr, self._logs_dir = renderer, stdout, stderr, logs_dir
-        self._groups_ranks, self._summary = groups_ranks, summary
+        out, err = self._stdout, self._stderr = Stream(stdout or sys.stdout), Stream(stderr or sys.stderr)
+        mode = choose_mode(mode, out.is_terminal, environ)
+        colour = wants_colour(out.is_terminal, environ)
+        self._renderer: Renderer = PlainRenderer(out, err, colour)
+        if mode == "json":
+            self._renderer = JsonRenderer(out, err, stage)
+        elif mode == "live":
+            self._renderer = LiveRenderer(out, err, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
+        self._logs_dir, self._groups_ranks = logs_dir, not all_ranks and mode != "json"
+        self._summary = evaluation_lines if stage else summary_lines
         self._lines = ShownLines()
         self._tails: dict[int, LogTail] = {}
         self._bars: dict[
@@ -71,17 +86,13 @@ class Display:
         self._end: tuple[Sequence[str], Mapping[str, Any]] | None = None  # set by `close`
         self._failed = ""
         self._thread = threading.Thread(target=self._run, name="ddptrain-display", daemon=True)
+        self._thread.start()
+        log.divert(self._log_line)
 
     @property
     def broken(self) -> bool:
         """Whether nothing can be shown any more: the reader has closed stdout, or the display itself has failed."""
         return bool(self._stdout.broken or self._failed)
-
-    def start(self) -> Self:
-        """Start the display's thread, which also shows what ddptrain logs to stderr."""
-        self._thread.start()
-        log.divert(self._log_line)
-        return self
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Show an event. Numbers of ranks, the use of hosts and silences are left out if the output is not read."""
@@ -281,39 +292,3 @@ class Display:
         if self._stdout.broken:
             text = f"stdout can't be written any more ({self._stdout.broken}); the run continues without output"
             self._write_last(notice(f"{text}, its logs are in {self._logs_dir}"))
-
-
-def open_display(
-    mode: str,
-    logs_dir: Path,
-    run_id: str,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    environ: Mapping[str, str] | None = None,
-    *,
-    all_ranks: bool = False,
-    stage: str = "",
-    rows: OtherRows | None = None,
-    elapsed_s: float = 0.0,
-) -> Display:
-    """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
-
-    "live" without a terminal is "plain". Ranks in lockstep share a row, and from 17 ranks on, rank 0 is shown and
-    whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "".
-    `rows` returns other rows than those of the ranks. `elapsed_s`: how long the run has already been running. Raises
-    UsageError for an unknown mode.
-    """
-    environ = os.environ if environ is None else environ
-    out, err = Stream(stdout or sys.stdout), Stream(stderr or sys.stderr)
-    colour = wants_colour(out.is_terminal, environ)
-    renderer: Renderer
-    match choose_mode(mode, out.is_terminal, environ):
-        case "json":
-            renderer = JsonRenderer(out, err, stage)
-        case "plain":
-            renderer = PlainRenderer(out, err, colour)
-        case _:
-            renderer = LiveRenderer(out, err, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
-    groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
-    lines = evaluation_lines if stage else summary_lines
-    return Display(renderer, out, err, logs_dir, groups_ranks=groups_ranks, summary=lines).start()
