@@ -332,14 +332,6 @@ def test_restart_with_fewer_ranks_shows_what_the_others_had_printed(tmp_path: Pa
     assert sorted(path.read_text().splitlines()) == sorted(expected)
 
 
-def test_only_line_of_one_rank_among_many_is_shown_within_half_a_second(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=17)
-    shown.print(5, b"alone\n")
-    shown.wait_for("[rank 5] alone\n")
-    shown.close()
-    assert shown.out == "[rank 5] alone\n"
-
-
 @pytest.mark.parametrize("mode", ["plain", "json"])
 def test_own_log_goes_to_stderr(tmp_path: Path, mode: str) -> None:
     try:
