@@ -6,20 +6,20 @@ ranks, and the memory does not grow with the amount of output.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from ddptrain import log
 from ddptrain.driver.display.live import LiveRenderer, OtherRows
-from ddptrain.driver.display.logs import ShownLines
 from ddptrain.driver.display.renderers import JsonRenderer, PlainRenderer, Renderer
 from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
 from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, notice, wants_colour
@@ -33,6 +33,9 @@ SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines c
 MAX_WAITING = 50_000  # facts kept while the output is not read; further numbers and lines of our log are dropped
 CLOSE_DEADLINE_S = 10.0
 MIN_RANKS = 17  # from this number of ranks on, the display shows rank 0, and what other ranks print besides
+HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s
+MAX_HELD_CHARS = 1 << 20
+MAX_KNOWN = 100_000  # lines; after that, equal lines may be shown again
 _LAST_WRITE_S = 0.2
 _FEW_LOGS = 64  # up to this number, all logs are checked each time
 _ALL_LOGS_S = 2.0
@@ -292,3 +295,45 @@ class Display:
         if self._stdout.broken:
             text = f"stdout can't be written any more ({self._stdout.broken}); the run continues without output"
             self._write_last(notice(f"{text}, its logs are in {self._logs_dir}"))
+
+
+# --- which lines of ranks are shown: all of them, or of many ranks those of rank 0 and what differs ---
+
+
+class ShownLines:
+    """Passes on all lines of rank 0, and each line of other ranks that no rank before has printed.
+
+    The lines of each rank keep their order. A line that a rank repeats is shown again, unless another rank was first.
+    """
+
+    def __init__(self, *, groups: bool = False) -> None:
+        """Without `groups`, all lines of all ranks are passed on at once."""
+        self.groups = groups
+        self._first: dict[int, int] = {}  # hash of a line -> the rank that has printed it first, or 0
+        self._held: deque[tuple[float, int, LogLine]] = deque()
+        self._chars = 0
+
+    def add(self, rank: int, lines: Sequence[LogLine], now_s: float) -> Sequence[LogLine]:
+        """Add lines that a rank has printed, at a monotonic time in seconds; return those to show now."""
+        if not self.groups:
+            return lines
+        if len(self._first) > MAX_KNOWN:
+            self._first.clear()
+        if rank == 0:
+            self._first.update((hash(line), 0) for line in lines)
+            return lines
+        self._held.extend((now_s, rank, line) for line in lines)
+        self._chars += sum(len(line.text) for line in lines)
+        return ()
+
+    def due(self, now_s: float) -> Iterator[tuple[int, Sequence[LogLine]]]:
+        """Yield ranks and the lines to show of those that were held long enough; at infinity of all."""
+        for rank, lines in itertools.groupby(self._taken(now_s), lambda item: item[0]):
+            yield rank, [line for _, line in lines]
+
+    def _taken(self, now_s: float) -> Iterator[tuple[int, LogLine]]:
+        while self._held and (now_s - self._held[0][0] >= HOLD_S or self._chars > MAX_HELD_CHARS):
+            _, rank, line = self._held.popleft()
+            self._chars -= len(line.text)
+            if self._first.setdefault(hash(line), rank) == rank:
+                yield rank, line
