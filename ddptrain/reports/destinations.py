@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ddptrain import ci
 from ddptrain.ci import CiService, ci_service
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
 from ddptrain.file_ops import open_append, write_all, write_atomic
+from ddptrain.redact import hide_credentials
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
-    from ddptrain.reports.facts import RunReport
+    from ddptrain.reports.facts import Facts, RunReport
     from ddptrain.results.lookup import RunView
 
 _SUMMARY_BYTES = 1 << 20  # of one step; GitHub refuses all of it if it is longer
+_MOST_ANNOTATIONS = 10  # of one step that GitHub keeps
+_MESSAGE_CHARACTERS = 2000
 _DEVICES = ("/dev/", "/proc/")
 _WORKSPACES = ("GITHUB_WORKSPACE", "CI_PROJECT_DIR")
 
@@ -93,13 +97,12 @@ def write_reports(report: RunReport, destinations: Destinations) -> None:
         return
     try:
         from ddptrain.reports.facts import Facts
-        from ddptrain.reports.job_log import job_log
         from ddptrain.reports.junit import junit_xml
         from ddptrain.reports.markdown import COMMENT_CHARACTERS, markdown
 
         facts = Facts(report, destinations.workspace)
         if destinations.service:  # on stderr: with --output json, stdout has JSON lines only, and CI services read both
-            _write_stderr(job_log(facts, destinations.service, destinations.workspace, Path.cwd()))
+            _write_stderr(_job_log(facts, destinations))
     except Exception as error:  # a report must not change the result of a run
         _warn(f"the report could not be made: {type(error).__name__}: {one_line(error)}")
         return
@@ -143,6 +146,45 @@ def _write_stderr(text: str) -> None:
                 sys.stdout.flush()
             sys.stderr.write(text)
             sys.stderr.flush()
+
+
+def _job_log(facts: Facts, destinations: Destinations) -> str:
+    """Return the lines for the log of the job: the last lines of ranks, and annotations at the user's lines."""
+    found: list[str] = []
+    for rank, lines in facts.tails.items():
+        found.append(f"last lines of rank {rank}:\n")
+        found += [f"[rank {rank}] {sanitized(line)}\n" for line in lines]
+    if destinations.service is CiService.GITHUB:
+        found += [f"{line}\n" for line in _annotations(facts, destinations.workspace)]
+    elif facts.source is not None:
+        found.append(f"ddptrain: error at {facts.source}: {_message(facts)}\n")
+    return "".join(found)
+
+
+def _annotations(facts: Facts, workspace: Path) -> Iterator[str]:
+    from ddptrain.reports.facts import line_of_problem
+
+    report = facts.report
+    for problem in report.problems[:_MOST_ANNOTATIONS]:
+        place = line_of_problem(problem, workspace, Path.cwd())
+        text = f"{problem.key}: {problem.message}" if problem.key else problem.message
+        title = "ddptrain: the configuration is wrong"
+        if place is not None:
+            yield ci.annotation("error", _safe(text), title=title, file=place.file, line=place.line)
+        else:
+            yield ci.annotation("error", _safe(f"{problem.where}: {text}"), title=title)
+    if not report.problems and report.level:
+        title = _safe(f"ddptrain: {report.model or report.name} {report.status}")
+        file, line = (facts.source.file, facts.source.line) if facts.source is not None else ("", 0)
+        yield ci.annotation(report.level, _message(facts), title=title, file=file, line=line)
+
+
+def _message(facts: Facts) -> str:
+    return _safe(facts.report.cause or f"exit code {facts.report.exit_code}")
+
+
+def _safe(text: str) -> str:
+    return shorten(sanitized(hide_credentials(one_line(text))), _MESSAGE_CHARACTERS)
 
 
 class Reporting:

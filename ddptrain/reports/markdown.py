@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from urllib.parse import quote
@@ -15,7 +15,7 @@ from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.facts import Facts, RunReport, SourceLine, StageReport
 from ddptrain.results.lookup import RunView
-from ddptrain.results.show.curves import Curve, Panel, Plot, Points, whole_plot
+from ddptrain.results.show.curves import Plot, whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
 from ddptrain.text_tables import clean, clean_line, duration
 
@@ -28,19 +28,8 @@ _CURVES_BYTES = 64 << 20  # a larger metrics.jsonl takes too long to read when a
 _SIGNS = {"": "✅", "warning": "⚠️", "error": "❌"}
 _STAGE_SIGNS = {"done": "✅", "failed": "❌"}
 _SHA = re.compile(r"[0-9a-f]{7,64}")
-MOST_LINES = 4  # per chart: more cannot be distinguished
-_MOST_CHARTS = 4
-_POINTS = 60  # per line; Gitea draws texts of up to 5,000 characters
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
-_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")
-_DOTS = ("🔵", "🟠", "🟢", "🔴")  # the same colours: xychart has no legend
-_SETTINGS = (
-    "%%{init: {'xyChart': {'width': 800, 'height': 300}, 'themeVariables': {'xyChart': "
-    f"{{'plotColorPalette': '{', '.join(_COLOURS)}'}}}}}}}}%%"
-)
-_UNSAFE = re.compile(r"[\"`#;<>&{}\\\r\n]")
-_LARGEST = 1e12  # xychart does not read exponents
 _LONGEST_SPAN = 500
 _LONGEST_LINK = 2000
 _LINK = re.compile(r"https?://[^\s<>()\[\]`|\"'\\]+")
@@ -97,12 +86,19 @@ def _cause(facts: Facts, environ: Mapping[str, str]) -> str:
 
 def _source_url(source: SourceLine, environ: Mapping[str, str]) -> str:
     """Return the address of the line in the commit that the job has checked out; "" if the job does not say."""
-    file = quote(source.file)
-    server, repository, commit = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "SHA"))
-    if server and repository and _SHA.fullmatch(commit):
-        return f"{server}/{repository}/blob/{commit}/{file}#L{source.line}"
-    project, commit = environ.get("CI_PROJECT_URL", ""), environ.get("CI_COMMIT_SHA", "")
-    return f"{project}/-/blob/{commit}/{file}#L{source.line}" if project and _SHA.fullmatch(commit) else ""
+    place = f"{quote(source.file)}#L{source.line}"
+    for repository, commit, folder in (
+        (_github(environ), environ.get("GITHUB_SHA", ""), "blob"),
+        (environ.get("CI_PROJECT_URL", ""), environ.get("CI_COMMIT_SHA", ""), "-/blob"),
+    ):
+        if repository and _SHA.fullmatch(commit):
+            return f"{repository}/{folder}/{commit}/{place}"
+    return ""
+
+
+def _github(environ: Mapping[str, str]) -> str:
+    server, repository = environ.get("GITHUB_SERVER_URL", ""), environ.get("GITHUB_REPOSITORY", "")
+    return f"{server}/{repository}" if server and repository else ""
 
 
 def _problems(report: RunReport) -> Iterator[str]:
@@ -131,16 +127,11 @@ def _about(report: RunReport, environ: Mapping[str, str]) -> str:
             notes.append(f"tags {' '.join(code(tag) for tag in tags)}")
         if note := view.annotations.note:
             notes.append(f"note {code(note)}")
-    if job := _job_url(environ):
+    run_on_github = environ.get("GITHUB_RUN_ID") and _github(environ)
+    job = f"{run_on_github}/actions/runs/{environ['GITHUB_RUN_ID']}" if run_on_github else environ.get("CI_JOB_URL")
+    if job:
         links.append(link("CI job", job))
     return "\n\n".join(" · ".join(part) for part in (facts, links, notes) if part)
-
-
-def _job_url(environ: Mapping[str, str]) -> str:
-    server, repository, run = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
-    return (
-        f"{server}/{repository}/actions/runs/{run}" if server and repository and run else environ.get("CI_JOB_URL", "")
-    )
 
 
 # --- A retraining ---
@@ -208,30 +199,25 @@ def _metrics(view: RunView) -> Iterator[str]:
     record = view.record
     plot, problem = _curves(view)
     sparks = {curve.name: sparkline(curve.main[1]) for panel in plot.panels for curve in panel.curves} if plot else {}
-    names = sorted({*record.last_metrics, *sparks})
-    if not names:
+    if not (names := sorted({*record.last_metrics, *sparks})):
         return
     yield "### Metrics"
     rows = [[cell(name), _number(record.numbers.get(name)), sparks.get(name, "")] for name in names]
     yield table(("metric", "last", "curve"), rows[:_MOST_METRICS])
     if (more := len(rows) - _MOST_METRICS) > 0:
         yield f"and {counted(more, 'more metric')}"
-    if record.best is not None:
-        best = record.best
+    if (best := record.best) is not None:
         yield f"best {code(best.metric)} {_number(best.value)} at step {best.step}"
     if problem:
         yield problem
-    elif plot is not None:
-        yield from charts(plot)
 
 
 def _curves(view: RunView) -> tuple[Plot | None, str]:
     """Return the curves of the run; if they cannot be shown, None and the reason as Markdown."""
     try:
-        size_bytes = view.layout.metrics_jsonl.stat().st_size
-        if size_bytes > _CURVES_BYTES:
+        if (size_bytes := view.layout.metrics_jsonl.stat().st_size) > _CURVES_BYTES:
             command = code(f"ddptrain results compare {run_argument(view.layout)}")
-            return None, f"There are too many values for a chart here ({size_bytes >> 20} MiB): {command} draws it"
+            return None, f"There are too many values for curves here ({size_bytes >> 20} MiB): {command} draws them"
         return whole_plot(view), ""
     except FileNotFoundError:
         return None, ""
@@ -268,83 +254,6 @@ def sparkline(values: Sequence[float]) -> str:
         return _SPARKS[0] * width
     scale = (len(_SPARKS) - 1) / (high - low)
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
-
-
-def charts(plot: Plot) -> list[str]:
-    """Return at most four charts as Markdown: a legend and a Mermaid block each.
-
-    They show what belongs to a data set, as val/accuracy, losses first; if there is no such metric, all metrics.
-    """
-    of_data = [panel for panel in plot.panels if "loss" in panel.quantity or any("/" in c.name for c in panel.curves)]
-    panels = sorted(of_data or plot.panels, key=lambda panel: "loss" not in panel.quantity)
-    drawn = [_chart(group, plot.x_name) for panel in panels for group in _groups(panel)]
-    return [text for text in drawn if text][:_MOST_CHARTS]
-
-
-def _groups(panel: Panel) -> list[list[Curve]]:
-    """Return curves that share a chart: those whose common range of x is at least half of the whole range."""
-    curves = [curve for curve in panel.curves if len(_finite(curve.main)[0]) > 1][:MOST_LINES]
-    if not curves:
-        return []
-    starts, ends = zip(*(_range(_finite(curve.main)[0]) for curve in curves), strict=True)
-    shared, whole = min(ends) - max(starts), max(ends) - min(starts)
-    return [curves] if 2 * shared >= whole > 0 else [[curve] for curve in curves]
-
-
-def _finite(points: Points) -> Points:
-    kept = [(x, y) for x, y in zip(*points, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    return [x for x, _ in kept], [y for _, y in kept]
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def _chart(curves: Sequence[Curve], x_name: str) -> str:
-    lines = [_finite(curve.main) for curve in curves]
-    start, end = max(min(x) for x, _ in lines), min(max(x) for x, _ in lines)
-    values = [_resampled(line, start, end) for line in lines]
-    low, high = _range([value for line in values for value in line])
-    if end <= start or max(abs(low), abs(high), abs(start), abs(end)) > _LARGEST:
-        return ""
-    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    legend = " ".join(f"{dot} {code(curve.label)}" for dot, curve in zip(_DOTS, curves, strict=False))
-    number, x_number = _formatter(high - low or margin), _formatter(end - start)
-    x_title = "seconds" if x_name == "time_s" else x_name
-    y_title = _UNSAFE.sub(" ", curves[0].name.rpartition("/")[2])
-    text = "\n".join(
-        [
-            _SETTINGS,
-            "xychart-beta",
-            f'  x-axis "{x_title}" {x_number(start)} --> {x_number(end)}',
-            f'  y-axis "{y_title}" {number(low - margin)} --> {number(high + margin)}',
-            *(f"  line [{', '.join(number(value) for value in line)}]" for line in values),
-        ]
-    )
-    return f"{legend}\n\n{fenced(text, 'mermaid')}"
-
-
-def _formatter(span: float) -> Callable[[float], str]:
-    """Return a function that formats numbers without an exponent, with about four digits of the range."""
-    digits = min(20, max(0, 4 - math.floor(math.log10(span))))
-
-    def formatted(value: float) -> str:
-        text = f"{value:.{digits}f}"
-        return text.rstrip("0").rstrip(".") if "." in text else text
-
-    return formatted
-
-
-def _resampled(line: Points, start: float, end: float) -> list[float]:
-    """Return the values at points of equal distance from `start` to `end`; of many points, the means of neighbours."""
-    import numpy as np
-
-    order = np.argsort(line[0], kind="stable")
-    x, y = np.asarray(line[0])[order], np.asarray(line[1])[order]
-    count = max(2, min(_POINTS, int(((start <= x) & (x <= end)).sum())))
-    if len(x) > 2 * _POINTS:
-        x, y = (np.array([part.mean() for part in np.array_split(values, _POINTS)]) for values in (x, y))
-    return [float(value) for value in np.interp(np.linspace(start, end, count), x, y)]
 
 
 def code(text: str) -> str:

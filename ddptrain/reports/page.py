@@ -10,7 +10,6 @@ import base64
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from ddptrain.config.load import load_data
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError, UsageError, one_line
-from ddptrain.file_ops import open_regular, sha256
+from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials, hide_secrets
 from ddptrain.reports.artifacts import Artifacts, read_artifacts
 from ddptrain.reports.curves import Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
@@ -49,13 +48,13 @@ from ddptrain.text_tables import clean, duration, number
 from ddptrain.version import __version__
 
 MOST_RUNS = 100  # on one page
-_MOST_DETAILED, _RUNS_OF_SWEEP = 20, 50  # runs with logs, images and tables; the best runs of a sweep
+_RUNS_OF_SWEEP = 50  # the best ones
 _POINTS = 100_000  # of all curves: about 21 bytes each in the page
-_PICTURES = 120  # of all runs
+_PICTURES = 120
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SETTINGS = 6, 100, 1000
 _MOST_TRIALS, _MOST_AXES = 2000, 20
 _ID_CHARACTERS, _CHARACTERS, _MOST_OF_LONG = 120, 1000, 40_000  # of an id, of one text, of a traceback or a log
-_MOST_LOGS, _LINES, _LOG_BYTES, _DIFF_BYTES = 16, 40, 16 << 10, 200_000
+_MOST_LOGS, _LINES, _LOG_BYTES = 16, 40, 16 << 10
 _STATES = frozenset((*RunStatus, "complete", "pruned", "interrupted"))
 _HERE = Path(__file__).parent
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "chart.js", "curves.js", "page.js")
@@ -66,49 +65,39 @@ _FOR_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 # --- A run ---
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key of the configuration; `default` is None if it has none. The values are texts."""
-
-    key: str
-    value: str
-    default: str | None
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        """Key and value."""
-        return self.key, self.value
-
-
 class RunCard:
     """What the page shows of one run; files that cannot be read are left out.
 
-    of: the number of runs on the page, which share its points and pictures. is_detailed: whether logs, images, tables
-    and changes of the code are shown.
+    of: the number of runs on the page, which share its points.
     """
 
-    def __init__(self, view: RunView, of: int = 1, *, is_detailed: bool = True) -> None:
+    def __init__(self, view: RunView, of: int = 1) -> None:
         self.view, self.record, self.failure = view, view.record, view.record.failure
-        self.is_detailed = is_detailed
         self._of = of
-        self.problems = [view.problem] if view.problem else []
-        self._lines: list[Line] = []
-        self._system: list[Line] = []
+
+    @cached_property
+    def _lines(self) -> tuple[list[Line], list[Line], str]:
+        """The curves of the metrics and of the system metrics, and why they can't be read."""
         try:
-            self._lines, self._system = read_lines(view), read_system_lines(view)
+            return read_lines(self.view), read_system_lines(self.view), ""
         except DdptrainError as error:
-            self.problems.append(one_line(error))
+            return [], [], one_line(error)
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read."""
+        return [problem for problem in (self.view.problem, self._lines[2]) if problem]
 
     @cached_property
     def curves(self) -> list[dict[str, Any]]:
         """The curves for the script; system metrics have a quarter of the points."""
         points = _POINTS // self._of
-        return [*page_data(self._lines, points), *page_data(self._system, points // 4)]
+        return [*page_data(self._lines[0], points), *page_data(self._lines[1], points // 4)]
 
     @cached_property
     def metrics(self) -> list[MetricSummary]:
         """The metrics, those of validation first."""
-        return sorted(summaries(self._lines), key=lambda metric: not metric.name.startswith("val"))
+        return sorted(summaries(self._lines[0]), key=lambda metric: not metric.name.startswith("val"))
 
     @cached_property
     def ranks(self) -> list[RankResult]:
@@ -131,13 +120,13 @@ class RunCard:
         """The last lines of the first 16 ranks, that of the failure first."""
         first = self.failure.rank if self.failure is not None else None
         logs = sorted(self.view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))
-        read = ((rank, last_lines(path, _LINES, _LOG_BYTES)) for rank, path in logs[:_MOST_LOGS] if self.is_detailed)
+        read = ((rank, last_lines(path, _LINES, _LOG_BYTES)) for rank, path in logs[:_MOST_LOGS])
         return {rank: lines for rank, lines in read if lines}
 
     @cached_property
     def artifacts(self) -> Artifacts:
         """Its tables, pictures and other files."""
-        return read_artifacts(self.view, _PICTURES // self._of) if self.is_detailed else Artifacts()
+        return read_artifacts(self.view, _PICTURES)
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -150,37 +139,16 @@ class RunCard:
         return time_use_of(self.view)
 
     @cached_property
-    def settings(self) -> list[Setting]:
-        """Its configuration; none if it cannot be read."""
+    def settings(self) -> dict[str, tuple[str, str | None]]:
+        """Value and default of each key of the configuration, as texts; none if it cannot be read."""
         path = self.view.layout.config_yaml
         try:
             data = load_data(read_bytes(path), path.name)
+            items = list(itertools.islice(flat(hide_secrets(data)), _MOST_SETTINGS)) if isinstance(data, dict) else []
         except (OSError, DdptrainError):
-            return []
-        if not isinstance(data, dict):
-            return []
-        defaults = dict(flat(_defaults(data.get("workload"))))
-        return [
-            Setting(shorten(key, 300), _setting_text(value), _setting_text(defaults[key]) if key in defaults else None)
-            for key, value in itertools.islice(flat(hide_secrets(data)), _MOST_SETTINGS)
-        ]
-
-    @property
-    def changed(self) -> list[Setting]:
-        """The settings that differ from the defaults."""
-        return [setting for setting in self.settings if setting.value != setting.default]
-
-    @cached_property
-    def diff(self) -> str:
-        """The changes of the code that were not committed; "" if there are none, or they cannot be read."""
-        if not self.is_detailed or self.record.git is None or not self.record.git.dirty:
-            return ""
-        try:
-            with os.fdopen(open_regular(self.view.layout.git_diff), "rb") as file:
-                text = file.read(_DIFF_BYTES).decode("utf-8", "replace")
-                return text + ("\n... (the rest is left out)" if file.read(1) else "")
-        except OSError:
-            return ""
+            return {}
+        known = {key: _setting_text(value) for key, value in flat(_defaults(self.record.workload))} if items else {}
+        return {shorten(key, 300): (_setting_text(value), known.get(key)) for key, value in items}
 
     @property
     def result(self) -> str:
@@ -215,20 +183,6 @@ class RunCard:
             yield "uploaded code", f"{record.code.folder}, {record.code.files} files, hash {record.code.hash}"
         if record.checkpoints:
             yield "checkpoints", ", ".join(record.checkpoints[:50])
-
-    @property
-    def sections(self) -> list[tuple[str, str]]:
-        """The sections that it has: anchors and titles."""
-        ended = "End" if self.failure is not None and self.failure.is_order else "Failure"
-        of = self.artifacts
-        every = (
-            ("failure", ended, self.failure), ("curves", "Curves", self.curves), ("metrics", "Metrics", self.metrics),
-            ("timeline", "Time line", self.timeline), ("time", "Time", self.time_use),
-            ("confusion", "Confusion matrix", of.confusion), ("predictions", "Predictions", of.galleries),
-            ("images", "Images", of.pictures), ("tables", "Tables", of.tables), ("logs", "Logs", self.tails),
-            ("configuration", "Configuration", self.settings), ("environment", "Environment", True),
-        )  # fmt: skip
-        return [(anchor, title) for anchor, title, content in every if content]
 
 
 def _defaults(workload: object) -> dict[str, Any]:
@@ -340,18 +294,9 @@ class Page:
         return bool(self.data.get("curves")) or (self.is_served and bool(self.cards))
 
     @property
-    def contents(self) -> list[tuple[str, str]]:
-        """The entries of the table of contents: anchors and labels."""
-        if len(self.cards) == 1 and self.sweep is None:
-            return self.cards[0].sections
-        found = [("sweep", "Sweep")] * bool(self.sweep) + [("runs", "Runs"), ("curves", "Curves")] * bool(self.cards)
-        several = self.cards if len(self.cards) <= 10 and not self.is_served else ()  # the table of runs has links, too
-        return found + [(f"run-{at}", shorten(card.view.run_id, _ID_CHARACTERS)) for at, card in enumerate(several)]
-
-    @property
     def differing(self) -> list[str]:
         """Settings whose values are not the same in all runs."""
-        found = [{setting.key: setting.value for setting in card.settings} for card in self.cards if card.settings]
+        found = [card.settings for card in self.cards if card.settings]
         names = dict.fromkeys(key for settings in found for key in settings)
         keys = [key for key in names if len({settings.get(key) for settings in found}) > 1]
         return sorted(keys, key=lambda key: not key.startswith("params."))[:_MOST_COLUMNS]
@@ -368,19 +313,14 @@ def runs_page(
     views: Sequence[RunView], sweep: SweepRecord | None = None, *, is_served: bool = False, with_curves: bool = True
 ) -> Page:
     """Return the page about runs, and a sweep; of one run it has everything."""
-    cards = [RunCard(view, len(views), is_detailed=at < _MOST_DETAILED) for at, view in enumerate(views)]
-    seen: Counter[str] = Counter()
-    labels = []
-    for card in cards:  # a second run of the same id, from another folder, gets a number
-        label = shorten(card.view.run_id, _ID_CHARACTERS)
-        seen[label] += 1
-        labels.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    cards = [RunCard(view, len(views)) for view in views]
+    labels = [shorten(card.view.run_id, _ID_CHARACTERS) for card in cards]
     states = Counter(view.shown_status for view in views)
     by_state = ", ".join(f"{count} {shorten(state, 40)}" for state, count in states.most_common(8))
     title = f"Sweep {shorten(sweep.sweep_id, _ID_CHARACTERS)}" if sweep is not None else counted(len(views), "run")
     curves = [{"run": at, **curve} for at, card in enumerate(cards) for curve in card.curves] if with_curves else []
     return Page(
-        "runs",
+        "run" if len(views) == 1 and sweep is None else "runs",
         f"Run {labels[0]}" if sweep is None and len(views) == 1 else title,
         f"{counted(len(views), 'run')}: {by_state}." if len(views) > 1 else "",
         cards,
