@@ -105,7 +105,7 @@ def add(
     """
     from ddptrain.config.load import load_config
     from ddptrain.schedule import install as installing
-    from ddptrain.schedule.entries import Entries, make_entry, parse_schedule
+    from ddptrain.schedule.entries import make_entry, parse_schedule
 
     target = as_ or installing.default_target()
     if system and target != "systemd":
@@ -117,7 +117,7 @@ def add(
         line for part in parts for line in [f"# --- {part.path or 'lines of the crontab'}", *part.text.splitlines(), ""]
     )
     if install:
-        for line in installing.install(entry, Entries()):
+        for line in installing.install(entry):
             say(line)
         say(f"installed as {entry.name}; ddptrain schedule list shows it, schedule remove {entry.name} removes it")
     else:
@@ -132,9 +132,10 @@ def list_(json: opt.JsonOption = False) -> int:
     Examples:
         ddptrain schedule list
     """
-    from ddptrain.schedule.entries import Entries, slot_text
+    from ddptrain.schedule.entries import slot_text
+    from ddptrain.schedule.install import installed
 
-    entries, problems = Entries().readable()
+    entries, problems = installed()
     found: list[dict[str, Any]] = []
     rows = [("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT")]
     for entry in entries:
@@ -169,10 +170,9 @@ def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the
     Examples:
         ddptrain schedule remove petnames
     """
-    from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.install import uninstall
 
-    entry = uninstall(name, Entries())
+    entry = uninstall(name)
     write([f"removed the schedule {name} from {entry.target}"])
 
 

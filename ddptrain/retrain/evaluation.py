@@ -26,9 +26,10 @@ from ddptrain.file_ops import read_regular
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
-from ddptrain.results.lookup import find_checkpoint, list_runs, load_run
+from ddptrain.results.lookup import find_checkpoint, load_run
+from ddptrain.results.prune import PrunePolicy, prune
 from ddptrain.results.run_record import RecordError, RunRecord, root_cause
-from ddptrain.results.runs import LocalRuns
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.secure_files import make_folder
 from ddptrain.run_handle import error_of
 from ddptrain.storage.store import is_url
@@ -187,9 +188,7 @@ def _runs_folder(place: str) -> Iterator[Path]:
         with results_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         make_folder(folder)
-        for view in [view for view in list_runs(folder) if not view.is_running][_MOST_KEPT:]:
-            with suppress(DdptrainError):  # it runs after all, or it cannot be deleted
-                LocalRuns(folder).delete(view)
+        prune(open_runs_dir(str(folder)), PrunePolicy(keep=0, failed_keep=_MOST_KEPT), {})
     try:
         yield folder
     finally:

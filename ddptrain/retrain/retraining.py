@@ -36,7 +36,7 @@ from ddptrain.errors import (
     one_line,
 )
 from ddptrain.log import Log
-from ddptrain.model_registry.add_run import Retrained, add_run
+from ddptrain.model_registry.add_run import add_run
 from ddptrain.model_registry.records import RegistryDamaged
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, open_version, user_name
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
-_MOST_EVALUATIONS = 3
 _ENDED: Mapping[str, str] = {
     RetrainStatus.RUNNING: "was killed",
     RetrainStatus.FAILED: "had failed",
@@ -149,17 +148,16 @@ class Retraining:
             stack.callback(timer.cancel)
         if end := self._choose() or (None if self._is_done(Stage.CHECK_DATA) else self._check_data()):
             return end
-        while not self._is_done(Stage.PROMOTE):
-            trained_before = self._is_done(Stage.TRAIN)
-            if not trained_before:
-                self._train()
-            try:
-                self._decide()
-            except RunNotFound as error:  # the run was deleted since, as by a clean-up of the disk
-                if not trained_before:
-                    raise
-                self.out.warn(f"{one_line(error)}; training again")
-                self._update(stage=Stage.CHECK_DATA, run_id=new_run_id(self.resolved.config.name))
+        if not self._is_done(Stage.TRAIN):
+            self._train()
+        if not self._is_done(Stage.PROMOTE):
+            runs = open_runs_dir(self.resolved.config.results.dir)
+            view = runs.find(self.record.run_id, NeededFiles.MODEL)
+            if not self._is_done(Stage.EVALUATE):
+                self._evaluate(view)
+            if not self._is_done(Stage.GATE):
+                self._judge()
+            self._promote(view)
         return self._outcome()
 
     def _stop_the_other(self) -> None:
@@ -209,7 +207,7 @@ class Retraining:
     def _is_done(self, stage: Stage) -> bool:
         """Return whether this stage is complete, in this start or in an earlier one."""
         order = list(Stage)
-        return order.index(Stage(self.record.stage)) >= order.index(stage)
+        return order.index(self.record.stage) >= order.index(stage)
 
     def _ended(self, status: RetrainStatus, exit_code: int, reason: str) -> RetrainRecord:
         """Return the record with this end; it is not written."""
@@ -235,10 +233,23 @@ class Retraining:
             raise Interrupted(self.signals.taken[0])
 
     def _continue(self, number: int) -> None:
-        """Continue an earlier retraining: its record is now of this start."""
+        """Continue an earlier retraining: its record is now of this start.
+
+        It trains again if its run has been deleted since, and evaluates again if another process has changed the
+        champion.
+        """
         earlier, own = self.records.read(number), self.record
         self.record = earlier
+        changes: dict[str, Any] = {}
+        if self._is_done(Stage.TRAIN) and not self._is_done(Stage.PROMOTE):
+            if open_runs_dir(self.resolved.config.results.dir).find_exact(earlier.run_id, NeededFiles.NOTHING) is None:
+                self.out.warn(f"run {earlier.run_id} has been deleted; training again")
+                changes = {"stage": Stage.CHECK_DATA, "run_id": new_run_id(self.resolved.config.name)}
+            elif self._is_done(Stage.EVALUATE) and self._champion() != earlier.champion:
+                self.out.warn("the champion has changed; evaluating again")
+                changes = {"stage": Stage.TRAIN}
         self._update(
+            **changes,
             status=RetrainStatus.RUNNING,
             starts=earlier.starts + 1,
             started_at=utc_now(),
@@ -377,27 +388,6 @@ class Retraining:
 
     # --- evaluate, gate, promote ---
 
-    def _decide(self) -> None:
-        """Evaluate, judge and promote; again if another process changes the champion meanwhile.
-
-        Raises the errors of the evaluation; RunNotFound, UsageError, StoreError.
-        """
-        for number in range(1, _MOST_EVALUATIONS + 1):
-            runs = open_runs_dir(self.resolved.config.results.dir)
-            view = runs.find(self.record.run_id, NeededFiles.MODEL)
-            if not self._is_done(Stage.EVALUATE):
-                self._evaluate(view)
-            if not self._is_done(Stage.GATE):
-                self._judge()
-            try:
-                self._promote(view)
-                return
-            except UsageError as error:
-                if number == _MOST_EVALUATIONS or self._champion() == self.record.champion:
-                    raise
-                self.out.warn(f"{one_line(error)}; evaluating again")
-                self._update(stage=Stage.TRAIN)
-
     def _evaluate(self, view: RunView) -> None:
         """Score the candidate and the champion.
 
@@ -442,10 +432,14 @@ class Retraining:
         self._update(stage=Stage.GATE, gate=outcomes)
 
     def _promote(self, view: RunView) -> None:
-        """Add the candidate as a version, also if it was rejected; make it the champion if it has passed."""
+        """Add the candidate as a version, also if it was rejected; make it the champion if it has passed.
+
+        Raises UsageError if another process has changed the champion: then the next start evaluates again.
+        """
         record, registry = self.record, self.registry
-        known = Retrained(record.data, record.held_out, record.config, record.scores.get("candidate", {}))
-        version = add_run(registry, self.model, view, BEST, known).version
+        known = {"data": record.data, "held_out": record.held_out, "config": record.config}
+        evaluation = record.scores.get("candidate", {})
+        version = add_run(registry, self.model, view, BEST, evaluation=evaluation, **known).version
         passed = plan.passed(record.gate)
         anyway = "" if passed else self.options.promote_anyway
         if passed or anyway:

@@ -39,7 +39,7 @@ class TrialPlan:
 
     home: where the sweep and its runs are. config: returns the configuration of a point. report: takes the number of a
     trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial. run: trains a
-    configuration with a run id, or resumes it, and returns the exit code. on_event: takes the events of the runs.
+    configuration with a run id, or resumes it, and returns the exit code. on_event: takes what users are notified of.
     loggers: the ranks that log the metric, the same in all trials; none if that is not known yet.
     """
 
@@ -245,8 +245,9 @@ class MetricStream:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Take the status, the metric of all ranks, and the progress."""
         trial = self._trial
-        trial.plan.on_event(event)
         match event:
+            case {"event": "alert" | "hang_suspected"}:
+                trial.plan.on_event(event)
             case {"event": "ranks", "count": count}:
                 self._world_size = count
             case {"event": "numbers", "rank": rank, "numbers": numbers}:
