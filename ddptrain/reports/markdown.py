@@ -13,7 +13,7 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts, RunReport, SourceLine, StageReport
+from ddptrain.reports.facts import RunReport, SourceLine, StageReport
 from ddptrain.results.lookup import RunView
 from ddptrain.results.show.curves import Plot, whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
@@ -35,10 +35,10 @@ _LONGEST_LINK = 2000
 _LINK = re.compile(r"https?://[^\s<>()\[\]`|\"'\\]+")
 
 
-def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHARACTERS) -> str:
+def markdown(report: RunReport, environ: Mapping[str, str], limit: int = COMMENT_CHARACTERS) -> str:
     """Return the report; blocks that do not fit into `limit` bytes are left out, from the end, with a note."""
-    blocks = list(_blocks(facts, environ))
-    view = facts.report.view
+    blocks = list(_blocks(report, environ))
+    view = report.view
     more = f": see {code(view.layout.where)}" if view is not None else ""
     note = f"_The rest was left out, because the report would be too long{more}._"
     kept, room = [], limit - len(note.encode()) - 2
@@ -52,14 +52,13 @@ def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHAR
     return text if len(text.encode()) <= limit else ""
 
 
-def _blocks(facts: Facts, environ: Mapping[str, str]) -> Iterator[str]:
-    report = facts.report
+def _blocks(report: RunReport, environ: Mapping[str, str]) -> Iterator[str]:
     yield _heading(report)
     if report.cause:
-        yield _cause(facts, environ)
+        yield _cause(report, environ)
     yield from _problems(report)
     yield _about(report, environ)
-    yield from _failure(facts)
+    yield from _failure(report)
     yield from _model(report)
     if report.view is not None:
         yield from _metrics(report.view)
@@ -76,11 +75,11 @@ def _heading(report: RunReport) -> str:
     return f"## {_SIGNS[report.level]} {name}{version}: {report.status}"
 
 
-def _cause(facts: Facts, environ: Mapping[str, str]) -> str:
-    cause = code(hide_credentials(facts.report.cause))
-    if facts.source is None:
+def _cause(report: RunReport, environ: Mapping[str, str]) -> str:
+    cause = code(hide_credentials(report.cause))
+    if report.source is None:
         return cause
-    place, url = code(str(facts.source)), _source_url(facts.source, environ)
+    place, url = code(str(report.source)), _source_url(report.source, environ)
     return f"{cause}\n\nat {f'[{place}]({url})' if url else place}"
 
 
@@ -225,8 +224,8 @@ def _curves(view: RunView) -> tuple[Plot | None, str]:
         return None, f"The curves cannot be shown: {code(str(error))}"
 
 
-def _failure(facts: Facts) -> Iterator[str]:
-    view, tails = facts.report.view, facts.tails
+def _failure(report: RunReport) -> Iterator[str]:
+    view, tails = report.view, report.tails
     failure = view.record.failure if view is not None else None
     if failure is not None and failure.traceback:
         text = clean(hide_credentials(failure.traceback))
@@ -235,7 +234,7 @@ def _failure(facts: Facts) -> Iterator[str]:
         yield details("Traceback" if failure.rank is None else f"Traceback of rank {failure.rank}", fenced(text))
     for rank, lines in tails.items():
         yield details(f"Last lines of rank {rank}", fenced("\n".join(lines)))
-    others = [str(each.rank) for each in facts.ranks if each.failed and each.rank not in tails]
+    others = [str(each.rank) for each in report.ranks if each.failed and each.rank not in tails]
     if others:
         more = f" and {counted(len(others) - _MOST_OTHERS, 'more rank')}" if len(others) > _MOST_OTHERS else ""
         yield f"Also failed: rank {', '.join(others[:_MOST_OTHERS])}{more}"
