@@ -92,7 +92,7 @@ class RetrainRecord:
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
     data: the digest of the training data. difference: how the data differ from those of the champion, in words.
     scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
-    notes: what the evaluation could not do, in words. promoted_anyway: although the gate rejected it.
+    notes: what the evaluation could not do, in words.
     champion: the version that was the champion before, None if there was none. version: the version that it created.
     reason: why it ended as it did, in one line. told: the events that users were notified of.
     """
@@ -122,7 +122,6 @@ class RetrainRecord:
     gate: tuple[GateOutcome, ...] = ()
     champion: int | None = None
     version: int | None = None
-    promoted_anyway: bool = False
     told: tuple[str, ...] = ()
     schema: int = SCHEMA
 

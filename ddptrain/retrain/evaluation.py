@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ddptrain.config.plugin_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import ResultsConfig
@@ -60,6 +62,9 @@ class Evaluation:
     noun: str = ""
     notes: tuple[str, ...] = ()
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_RESULT = TypeAdapter(Evaluation)
 
 
 def evaluate(
@@ -210,20 +215,11 @@ def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
 
 def _result(layout: RunLayout) -> Evaluation:
     """Return the scores in run.json, and the description of the data in the run's inputs. Raises TrainingFailed."""
-    result = Run(layout.root).record.result
-    if not isinstance(result, dict) or not isinstance(result.get("scores"), dict):
-        raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}")
     held_out: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         held_out = json.loads((layout.inputs_dir / "held_out.json").read_bytes())
-    return Evaluation(
-        scores={
-            name: {metric: float(value) for metric, value in scores.items()}
-            for name, scores in result["scores"].items()
-        },
-        held_out=str(held_out.get("digest", "")),
-        n=int(held_out.get("n", 0)),
-        noun=str(held_out.get("noun", "")),
-        notes=tuple(result["notes"]),
-        failures=result["failures"],
-    )
+    data = {"held_out": held_out.get("digest", ""), "n": held_out.get("n", 0), "noun": held_out.get("noun", "")}
+    try:
+        return _RESULT.validate_python({**(Run(layout.root).record.result or {}), **data})
+    except (ValueError, TypeError):
+        raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}") from None

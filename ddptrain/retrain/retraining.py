@@ -440,31 +440,27 @@ class Retraining:
         known = {"data": record.data, "held_out": record.held_out, "config": record.config}
         evaluation = record.scores.get("candidate", {})
         version = add_run(registry, self.model, view, BEST, evaluation=evaluation, **known).version
-        passed = plan.passed(record.gate)
-        anyway = "" if passed else self.options.promote_anyway
-        if passed or anyway:
+        if plan.passed(record.gate):
             reason = f"retraining {record.number}" + (f" for {record.slot}" if record.slot else "")
-            reason += f"; rejected by the gate, promoted anyway: {anyway}" if anyway else ""
             registry.promote(self.model, version, reason, expected=record.champion)
-            text = f"version {version} is the champion" + (", although the gate rejected it" if anyway else "")
+            text = f"version {version} is the champion"
         else:
             registry.reject(self.model, version, "; ".join(rule.reason for rule in record.gate if not rule.passed))
             text = f"version {version} is kept; "
             text += f"version {record.champion} stays the champion" if record.champion else "no champion"
         self.out.stage(Stage.PROMOTE, text, version=version)
-        self._update(stage=Stage.PROMOTE, version=version, promoted_anyway=bool(anyway))
+        self._update(stage=Stage.PROMOTE, version=version)
 
     def _outcome(self) -> RetrainRecord:
         """Return the end of a retraining whose stage "promote" is complete."""
         record = self.record
         passed = plan.passed(record.gate)
-        if passed or record.promoted_anyway:
-            reasons = "; ".join(rule.reason for rule in record.gate)
-            reason = f"version {record.version} is the champion ({'' if passed else 'promoted anyway; '}{reasons})"
+        reasons = "; ".join(rule.reason for rule in record.gate if passed or not rule.passed)
+        if passed:
+            reason = f"version {record.version} is the champion ({reasons})"
             return self._ended(RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, reason)
-        failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
         champion = f"version {record.champion} stays the champion" if record.champion else "there is no champion"
-        reason = f"version {record.version} was rejected, {champion}: {failed}"
+        reason = f"version {record.version} was rejected, {champion}: {reasons}"
         return self._ended(RetrainStatus.REJECTED, ExitCode.REJECTED, reason)
 
     # --- notify, clean up ---
