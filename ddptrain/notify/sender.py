@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from typing import Any, Literal, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ddptrain import isolated
 from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.wording import shorten
+from ddptrain.isolated import Isolated
 from ddptrain.log import Log
 from ddptrain.optional_packages import install_command
 from ddptrain.redact import hide_credentials, hide_known
@@ -170,14 +170,18 @@ def _send_named(
 ) -> Iterable[tuple[str, Delivery]]:
     """Yield the name of each entry with what became of a target; an entry may have several targets."""
     request = {**message, "urls": [url for _, url in named], "timeout_s": timeout_s, "retries": retries}
-    answers, trouble = isolated.call("ddptrain.notify.sender_process", request, timeout_s + _START_S)
-    silent = dict(named)
-    for index, service, problem in answers:
-        name, url = named[index]
-        silent.pop(name, None)
-        yield name, Delivery(sanitized(f"{name} ({service})" if service else name), problem and _safe(problem, url))
+    silent, trouble = dict(named), "there was no answer"
+    try:
+        with Isolated("ddptrain.notify.sender_process:send", request) as process:
+            for index, service, problem in process.answers(timeout_s + _START_S):
+                name, url = named[index]
+                silent.pop(name, None)
+                target = sanitized(f"{name} ({service})" if service else name)
+                yield name, Delivery(target, problem and _safe(problem, url))
+    except Exception as error:  # of the process or of Apprise; the training goes on
+        trouble = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
     for name, url in silent.items():
-        yield name, Delivery(name, _safe(trouble or "there was no answer", url))
+        yield name, Delivery(name, _safe(trouble, url))
 
 
 def _safe(problem: str, url: str) -> str:

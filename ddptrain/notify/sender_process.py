@@ -11,8 +11,6 @@ from typing import Any
 
 import apprise
 
-from ddptrain.isolated import serve
-
 _TIMEOUT = apprise.AppriseResultStatus.TIMEOUT
 _PAUSE_S = 3.0
 _END_GRACE_S = 0.5
@@ -88,7 +86,3 @@ def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
     last = problems[-1].rstrip(".") if problems else ""
     text = f"{last} ({cause})" if last and cause and cause not in last else last or cause
     return text or "the service gave no reason"
-
-
-if __name__ == "__main__":
-    serve(send)

@@ -20,20 +20,20 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for
+from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
-from ddptrain.gpus import usable_cores, visible_gpus
+from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
 from ddptrain.notify.run_messages import RunMessages
 from ddptrain.notify.sender import missing_variables
 from ddptrain.optional_packages import require
 from ddptrain.results.log_file import driver_log
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
 from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
@@ -133,12 +133,12 @@ class Sweep:
         def rows(status: str, elapsed_s: float, height: int) -> list[str]:
             return output.live_rows(self.record, self._shown(), status, elapsed_s, height)
 
-        self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
+        self.display: Display = Display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
 
         def lost(error: DdptrainError) -> None:
             inbox.put(ResultsLost(error))
 
-        home.upload.begin(lambda text: self.display.notice(text, level="warning"), lost)
+        home.writer.begin_upload(lambda text: self.display.notice(text, level="warning"), lost)
         home.writer.keep_heartbeat(lost)
 
     def run(self) -> int:
@@ -285,7 +285,7 @@ class Sweep:
         """Record the point that was chosen last, also in the store; return False if the sweep ends before."""
         self._save(now=True)
         while not self.ending:
-            if not (why := self.home.upload.flush(_UPLOAD_S)):
+            if not (why := self.home.writer.finish_upload(_UPLOAD_S)):
                 return True
             _log.info("waiting for the upload of a point", reason=why)
             self._take_message(0.0)
@@ -371,7 +371,7 @@ class Sweep:
         lines = output.summary_lines(record, self.home.where)
         self.display.close(lines, output.last_event(record, self.home.where))
         if self.messages is not None:
-            self.messages.on_end(RunView(self.home.writer.layout, self.home.writer.record))
+            self.messages.on_end(Run(self.home.writer.layout.root, self.home.writer.record))
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:
@@ -406,20 +406,17 @@ def _status(exit_code: int) -> RunStatus:
 
 
 def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResources:
-    """Return the slots of the embedded cluster of a sweep. Raises UsageError if there are too few GPUs."""
-    present = () if config.cluster.gpus == 0 else visible_gpus(os.environ)
-    n_gpus = len(present) if config.cluster.gpus == "auto" else min(int(config.cluster.gpus), len(present))
-    units = n_gpus or usable_cores()
+    """Return the slots of the embedded cluster of a sweep. Raises UsageError, ClusterError for too few GPUs."""
+    gpus = local_resources(config.cluster.model_copy(update={"ranks": "auto"}), os.environ).gpus
+    units = len(gpus) or usable_cores()
     parallel = max(1, units // ranks) if sweep.parallel == "auto" else sweep.parallel
     count = parallel * ranks
-    if config.cluster.gpus not in ("auto", 0) and n_gpus < int(config.cluster.gpus):
-        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine has {n_gpus}: set it to auto")
-    if n_gpus and count > n_gpus:
+    if gpus and count > len(gpus):
         raise UsageError(
-            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {n_gpus}: lower "
+            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {len(gpus)}: lower "
             "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
         )
-    return LocalResources(count, present[:count] if n_gpus else ())
+    return LocalResources(count, gpus[:count])
 
 
 class Capacity:
@@ -443,23 +440,16 @@ class Capacity:
         """
         if self._client is None:
             return self._most or 1
-        free_trials = self._free_trials(self._client, running)
-        return free_trials if self._most is None else min(free_trials, self._most)
-
-    def _free_trials(self, client: Client, running: int) -> int:
-        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
-            return self._found
-        try:
-            overview = client.run_on_scheduler(slots.overview)
-        except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
-            _log.info("free slots are not known", reason=error)
-            return self._found
-        self._looked_at = time.monotonic()
-        free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
-        before, self._found = self._found, 1 if overview["waiting"] else max(1, running + free // self._ranks)
-        if before != self._found:
-            _log.info("capacity", trials=self._found, free_slots=free, waiting=len(overview["waiting"]))
-        return self._found
+        if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+            try:
+                overview = self._client.run_on_scheduler(slots.overview)
+                self._looked_at = time.monotonic()
+                free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
+                self._found = 1 if overview["waiting"] else max(1, running + free // self._ranks)
+                _log.info("capacity", trials=self._found, free_slots=free, waiting=len(overview["waiting"]))
+            except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
+                _log.info("free slots are not known", reason=error)
+        return min(self._found, self._most or self._found)
 
     def started(self) -> None:
         """Count a started trial, whose slots may not be reserved yet at the next count of free slots."""

@@ -84,6 +84,7 @@ async function follow() {
         document.querySelectorAll("table.sortable").forEach(sort);
         filter();
         if (curves && news.curves) curves.show(news);
+        contents();
       }
       if (news.ended) return;
     } catch (error) {
@@ -100,14 +101,18 @@ async function load() {
     data.curves.push(...news.curves.map((curve) => ({ ...curve, run })));
     if (run % 10 === 0 || run === data.runs.length - 1) curves.show(data);
   }
+  contents();
 }
 
-function openTarget() {
-  const target = location.hash && document.getElementById(location.hash.slice(1));
-  const details = target && target.closest("details");
-  if (!details) return;
-  details.open = true;
-  target.scrollIntoView();
+// The table of contents: the titles with an anchor.
+function contents() {
+  const titles = [...document.querySelectorAll("main :is(h2, h3)[id]")].filter((title) => title.offsetParent);
+  const links = titles.map((title) => {
+    const item = html("li");
+    html("a", { href: `#${title.id}` }, title.firstChild.textContent.trim(), item);
+    return item;
+  });
+  document.getElementById("contents").replaceChildren(...(links.length > 1 ? links : []));
 }
 
 let opened = [];
@@ -116,9 +121,8 @@ addEventListener("beforeprint", () => {
   opened.forEach((details) => (details.open = true));
 });
 addEventListener("afterprint", () => opened.forEach((details) => (details.open = false)));
-addEventListener("hashchange", openTarget);
 if (curves) curves.show(data);
 if (curves && data.runs[0].query) load();
 if (data.live) follow();
-openTarget();
+contents();
 filter();
