@@ -28,7 +28,7 @@ from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import open_display, summary
+from ddptrain.driver.display import Display, summary
 from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
 from ddptrain.driver.recorder import Recorder
@@ -186,7 +186,7 @@ class Run:
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.observers: list[RunObserver] = [*self.options.observers]
         if shared is None:
-            display = open_display(
+            display = Display(
                 self.options.output,
                 layout.logs_dir,
                 self.writer.run_id,

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.display.summary import exit_code_of
 from ddptrain.driver.observers import LIVE
 from ddptrain.errors import ExitCode, UsageError
@@ -53,7 +53,7 @@ def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
 
     view = current()
     elapsed_s = view.duration_s or 0.0
-    with open_display(
+    with Display(
         options.output, layout.logs_dir, view.run_id, all_ranks=options.all_ranks, elapsed_s=elapsed_s
     ) as display:
         try:

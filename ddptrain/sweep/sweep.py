@@ -23,7 +23,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
@@ -133,7 +133,7 @@ class Sweep:
         def rows(status: str, elapsed_s: float, height: int) -> list[str]:
             return output.live_rows(self.record, self._shown(), status, elapsed_s, height)
 
-        self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
+        self.display: Display = Display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
 
         def lost(error: DdptrainError) -> None:
             inbox.put(ResultsLost(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ddptrain import ci
 from ddptrain.errors import Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.facts import Facts, RankResult, RunReport, line_of_problem, rank_results
+from ddptrain.reports.facts import RankResult, RunReport, line_of_problem, rank_results
 from ddptrain.results.run_record import CodeRecord, FailureRecord
 from tests.unit.reports.runs import failed_run, run
 
@@ -74,7 +75,7 @@ def found(workspace: Path, *frames: str, code: CodeRecord | None = None, indent:
     text = f"Traceback (most recent call last):\n{trace}ValueError: 'File \"/x\", line 1'\n"
     view = run(workspace.parent / "runs", "failed", failure=FailureRecord(traceback=text), code=code)
     shutil.rmtree(view.layout.root.parent)
-    return str(Facts(RunReport.of_run(view), workspace).source)
+    return str(replace(RunReport.of_run(view), workspace=workspace).source)
 
 
 def test_last_frame_of_the_workspace_counts(workspace: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from ddptrain.errors import ClusterError, ConfigError, Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.facts import Facts, RunReport, StageReport
+from ddptrain.reports.facts import RunReport, StageReport
 from ddptrain.reports.markdown import cell, code, fenced, link, markdown, sparkline, table
 from ddptrain.results.run_record import BestRecord, FailureRecord, GitRecord
 from tests.unit.reports.runs import TRACE, failed_run, run
@@ -29,7 +30,7 @@ JOB = {
 
 
 def text_of(report: RunReport, folder: Path, limit: int = 65_536, environ: Mapping[str, str] | None = None) -> str:
-    return markdown(Facts(report, folder), environ or {}, limit)
+    return markdown(replace(report, workspace=folder), environ or {}, limit)
 
 
 def test_run_that_succeeded(tmp_path: Path) -> None:

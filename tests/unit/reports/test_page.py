@@ -131,9 +131,9 @@ def test_parameters_of_a_sweep_have_a_place_for_each_trial() -> None:
 
 
 def test_failed_run_has_the_frames_of_the_users_code_and_last_lines(tmp_path: Path) -> None:
-    (card,) = runs_page([failed_run(tmp_path)]).cards
-    assert [(frame.line, frame.function) for frame in card.frames] == [(12, "main"), (4, "step")]
-    assert card.tails[1] == ["step 1", "ValueError: wrong shape"]
+    details = runs_page([failed_run(tmp_path)]).details
+    assert [(frame.line, frame.function) for frame in details["frames"]] == [(12, "main"), (4, "step")]
+    assert details["tails"][1] == ["step 1", "ValueError: wrong shape"]
 
 
 def test_text_stays_text() -> None:
