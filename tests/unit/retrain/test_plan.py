@@ -189,7 +189,9 @@ def images(**counts: int) -> TrainingData:
     ],
 )
 def test_data_that_look_wrong(old: TrainingData | None, new: TrainingData, problem: str) -> None:
-    about = {} if old is None else {"n_files": old.n_files, "size_bytes": old.size_bytes, "classes": old.classes}
+    about: dict[str, Any] = (
+        {} if old is None else {"n_files": old.n_files, "size_bytes": old.size_bytes, "classes": old.classes}
+    )
     before = record(1, **about) if about else None
     found = data_problem(before, new, has_sources=True)
     assert problem in found
