@@ -28,8 +28,8 @@ from ddptrain.file_ops import read_regular
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
-from ddptrain.results.lookup import find_checkpoint, load_run
 from ddptrain.results.prune import PrunePolicy, prune
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RecordError, RunRecord, root_cause
 from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.secure_files import make_folder
@@ -144,7 +144,7 @@ def _launch(
                 raise _failure(layout, exit_code)
             return _result(layout)
         finally:
-            failure = load_run(layout.root).record.failure if layout.run_json.is_file() else None
+            failure = Run(layout.root).record.failure if layout.run_json.is_file() else None
             if failure is None or failure.rank is None:  # no rank has failed, so that its log may be needed
                 shutil.rmtree(layout.root, ignore_errors=True)
 
@@ -175,7 +175,7 @@ def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedC
             f"{resolved.config.workload_name}"
         )
     try:
-        return verify(find_checkpoint(layout, BEST))
+        return verify(Run(layout.root).checkpoint(BEST))
     except (CheckpointDamaged, OSError) as error:
         raise UsageError(f"the checkpoint of {target.name} is damaged: {one_line(error)}") from error
 
@@ -202,7 +202,7 @@ def _runs_folder(place: str) -> Iterator[Path]:
 
 
 def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
-    record = load_run(layout.root).record
+    record = Run(layout.root).record
     failure = record.failure
     cause = f"the evaluation ended as {record.status}" if failure is None else failure.message
     if failure is not None and failure.rank is not None:
@@ -220,6 +220,6 @@ def _result(layout: RunLayout) -> Evaluation:
         held_out = json.loads((layout.inputs_dir / "held_out.json").read_bytes())
     data = {"held_out": held_out.get("digest", ""), "n": held_out.get("n", 0), "noun": held_out.get("noun", "")}
     try:
-        return _RESULT.validate_python({**(load_run(layout.root).record.result or {}), **data})
+        return _RESULT.validate_python({**(Run(layout.root).record.result or {}), **data})
     except (ValueError, TypeError):
         raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}") from None

@@ -47,9 +47,9 @@ from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.layout import BEST, new_run_id
-from ddptrain.results.lookup import RunView, find_checkpoint
+from ddptrain.results.run import MODEL, Run
 from ddptrain.results.run_record import root_cause, utc_now
-from ddptrain.results.runs import NeededFiles, open_runs_dir
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import config_digest, difference, look_at_data, names_data
@@ -152,7 +152,7 @@ class Retraining:
             self._train()
         if not self._is_done(Stage.PROMOTE):
             runs = open_runs_dir(self.resolved.config.results.dir)
-            view = runs.find(self.record.run_id, NeededFiles.MODEL)
+            view = runs.find(self.record.run_id).fetch(*MODEL)
             if not self._is_done(Stage.EVALUATE):
                 self._evaluate(view)
             if not self._is_done(Stage.GATE):
@@ -171,7 +171,7 @@ class Retraining:
             target = find_target(self.resolved.config.results.dir, other.run_id)
             driver = target.look().record.driver
 
-            def look() -> RunView:
+            def look() -> Run:
                 if (view := target.look()).record.driver != driver:
                     raise RunNotFound(f"run {view.run_id} was continued by {view.record.driver.description}")
                 return view
@@ -242,7 +242,7 @@ class Retraining:
         self.record = earlier
         changes: dict[str, Any] = {}
         if self._is_done(Stage.TRAIN) and not self._is_done(Stage.PROMOTE):
-            if open_runs_dir(self.resolved.config.results.dir).find_exact(earlier.run_id, NeededFiles.NOTHING) is None:
+            if open_runs_dir(self.resolved.config.results.dir).get(earlier.run_id) is None:
                 self.out.warn(f"run {earlier.run_id} has been deleted; training again")
                 changes = {"stage": Stage.CHECK_DATA, "run_id": new_run_id(self.resolved.config.name)}
             elif self._is_done(Stage.EVALUATE) and self._champion() != earlier.champion:
@@ -378,7 +378,7 @@ class Retraining:
 
     # --- evaluate, gate, promote ---
 
-    def _evaluate(self, view: RunView) -> None:
+    def _evaluate(self, view: Run) -> None:
         """Score the candidate and the champion.
 
         With an evaluation function both are scored on the same held-out data, by the ranks. Otherwise the metrics are
@@ -388,7 +388,7 @@ class Retraining:
 
         config, champion = self.resolved.config, self._champion()
         version, notes = None, []
-        targets = [EvaluationTarget("candidate", view.layout.root)]
+        targets = [EvaluationTarget("candidate", view.root)]
         if champion is not None:
             try:
                 version = self.registry.version(self.model, champion)
@@ -401,7 +401,7 @@ class Retraining:
             found = evaluate(self.resolved, targets, output=self.options.output)
             found = replace(found, notes=(*notes, *found.notes))
         else:
-            scores: dict[str, Mapping[str, float]] = {"candidate": verify(find_checkpoint(view.layout, BEST)).metrics}
+            scores: dict[str, Mapping[str, float]] = {"candidate": verify(view.checkpoint(BEST)).metrics}
             if version is not None:
                 scores["champion"] = version.evaluation or version.metrics
                 notes.append("metrics of the trainings, as there is no evaluate function")
@@ -421,7 +421,7 @@ class Retraining:
         self.out.stage(Stage.GATE, text, passed=passed, conditions=outcomes)
         self._update(stage=Stage.GATE, gate=outcomes)
 
-    def _promote(self, view: RunView) -> None:
+    def _promote(self, view: Run) -> None:
         """Add the candidate as a version, also if it was rejected; make it the champion if it has passed.
 
         Raises UsageError if another process has changed the champion: then the next start evaluates again.
@@ -531,12 +531,11 @@ class Retraining:
             return
         from ddptrain.reports.facts import RunReport
 
-        view: RunView | None = None
+        view: Run | None = None
         try:
             if end.run_id:
                 runs = open_runs_dir(self.resolved.config.results.dir)
-                view = runs.find(end.run_id, NeededFiles.METRICS)
-                view = view if view.record.failure is None else runs.find(end.run_id, NeededFiles.LOGS)
+                view = runs.find(end.run_id)
         except (DdptrainError, OSError) as error:  # the report has the reason of the end all the same
             _log.warning("run cannot be reported", run=end.run_id, error=error)
         name, secrets, exit_code = self.resolved.config.name, self.resolved.secrets, end.exit_code or 0

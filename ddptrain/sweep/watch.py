@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddptrain.driver.display import Display
 from ddptrain.errors import ExitCode
-from ddptrain.results.runs import LocalRuns, NeededFiles
+from ddptrain.results.runs import LocalRuns
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState, find_sweep
 from ddptrain.sweep import output
 
@@ -24,7 +24,7 @@ def watch_sweep(sweep: FoundSweep, mode: str) -> int:
     record, every_s = sweep.record, _LOOK_EVERY_S if isinstance(sweep.trials, LocalRuns) else _STORE_EVERY_S
 
     def look(trial: TrialRecord) -> output.RunningTrial:
-        view = runs.find_exact(trial.run_ids[-1], NeededFiles.NOTHING) if trial.run_ids else None
+        view = runs.get(trial.run_ids[-1]) if trial.run_ids else None
         progress = view.record.progress if view is not None else None
         return output.RunningTrial(trial, progress.done if progress else None, progress.total if progress else None)
 

@@ -26,7 +26,7 @@ from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, no
 from ddptrain.results.log_tail import READ_BYTES, LogLine, LogTail
 
 if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -119,7 +119,7 @@ class Display:
         """Show a message, of level "info", "warning" or "error", without a line in events.jsonl."""
         self.on_event({"event": "notice", "time_s": round(time.time(), 3), "level": level, "message": text})
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Show every log up to its size now, and the end of the run."""
         self.close(self._summary(run), finished_event(run))
 
