@@ -39,7 +39,7 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.log import own_context
 from ddptrain.protocol.news import describe_status
 from ddptrain.results.layout import INCOMING, new_run_id
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord, root_cause
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Job:
         if self._display is not None:
             self._display.on_event(event)
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Note how the run has ended."""
         self._record = run.record
         if self._display is not None:
