@@ -55,7 +55,7 @@ class DaskResultsHandler:
         if folder := os.environ.get(outbox.VARIABLE):
             outbox.put(Path(folder), self.pub_sub_key, path, memoryview(raw).cast("B"))
         elif "DDPTRAIN_RUN_ID" in os.environ:  # a rank of a run
-            from ddptrain.rank.current_context import context
+            from ddptrain.rank.context import context
 
             context().save_file(path, bytes(raw))
         else:
