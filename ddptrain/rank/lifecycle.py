@@ -174,7 +174,7 @@ class RankLifecycle:
 
         from ddptrain.rank import loader, steps
 
-        loader.protect()
+        loader.protect(lambda risk: self.emitter.note(risk, "warning") if self.spec.rank == 0 else None)
         torch.set_num_threads(self.spec.host.cpu_threads)
         gpu, is_script, world_size = self.spec.host.gpu, self.spec.code.is_script, self.spec.placement.world_size
         device, name = torch.device("cpu"), "cpu"

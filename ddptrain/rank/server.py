@@ -101,7 +101,7 @@ class RankServer:
         except BaseException:
             self._report(report="broken", message=traceback.format_exc())
             raise
-        threads = process_control.thread_count()
+        threads = max(1, len(process_control.thread_names()))
         self.why_cold = "" if threads == 1 else f"the rank server has {threads} threads"
         _log.info("rank server ready", pid=os.getpid(), warm=not self.why_cold, why_cold=self.why_cold or None)
         gc.freeze()  # forked ranks share these pages; otherwise their first garbage collection would copy them
