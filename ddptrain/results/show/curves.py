@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
-from ddptrain.results.metrics import AllSeries, Series, read_series
+from ddptrain.results.metrics import Series, read_series
 from ddptrain.results.run import Run
 from ddptrain.results.system import PREFIX, read_system, system_series
 from ddptrain.text_tables import clean_line
@@ -70,16 +70,7 @@ def plot_of(view: Run, metrics: Sequence[str] = ()) -> Plot:
     series = read_series(view.metrics_jsonl)
     if any(name.startswith(PREFIX) for name in metrics):
         series |= system_series(read_system(view.system_jsonl))
-    return _plot(view, series, _chosen_names(view, sorted({name for name, _ in series}), metrics))
-
-
-def whole_plot(view: Run) -> Plot:
-    """Return the curves of every metric of the run; none if it has logged nothing. Raises ResultsError."""
-    series = read_series(view.metrics_jsonl)
-    return _plot(view, series, sorted({name for name, _ in series}))
-
-
-def _plot(view: Run, series: AllSeries, names: Sequence[str]) -> Plot:
+    names = _chosen_names(view, sorted({name for name, _ in series}), metrics)
     series = {key: rank_series for key, rank_series in series.items() if key[0] in names}
     x_name = _x_name(list(series.values()))
     panels: dict[str, list[Curve]] = {}
@@ -108,7 +99,7 @@ def _x_name(series: Sequence[Series]) -> str:
 
 
 def _curve(name: str, series: dict[tuple[str, int], Series], x_name: str) -> Curve:
-    start = min((rank_series.time_s[0] for rank_series in series.values()), default=0.0)
+    start = min(rank_series.time_s[0] for rank_series in series.values())
     ranks = {
         rank: _points(rank_series, x_name, start)
         for (metric, rank), rank_series in sorted(series.items())

@@ -16,7 +16,7 @@ from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, plot_of, terminal_charts, whole_plot
+from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, plot_of, terminal_charts
 
 # --- curves ---
 
@@ -109,17 +109,6 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     (curve,) = plot_of(view).panels[0].curves
     assert len(curve.main[0]) == 2000
     assert all(0 < value < 1 for value in curve.main[1])
-
-
-def test_whole_plot_has_every_metric_and_none_is_no_error(tmp_path: Path) -> None:
-    view = view_of(tmp_path, {"step": 1, "val/loss": 2, "train/loss": 3, "lr": 0.1})
-    found = whole_plot(view)
-    assert [(panel.quantity, [curve.name for curve in panel.curves]) for panel in found.panels] == [
-        ("lr", ["lr"]),
-        ("loss", ["train/loss", "val/loss"]),
-    ]
-    assert (found.run_id, found.status, found.x_name) == ("r", "succeeded", "step")
-    assert whole_plot(view_of(tmp_path)).panels == ()
 
 
 def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
