@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
