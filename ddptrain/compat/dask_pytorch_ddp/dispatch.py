@@ -81,13 +81,7 @@ def run(
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
     pickled = _pickled(pytorch_function, args, kwargs)
     worker_group = Workers(client, new_run_id("dispatch"), queue.SimpleQueue())
-    hooks = WaitHooks(
-        check=lambda workers: check_cluster(client, workers),
-        worker_fault=lambda: None,
-        last_words=lambda: "",
-        tell=logger.warning,
-        cluster="",
-    )
+    hooks = WaitHooks(logger.warning, check=lambda workers: check_cluster(client, workers))
     try:
         places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), hooks)
         specs = _specs(worker_group.run_id, places, backend)
