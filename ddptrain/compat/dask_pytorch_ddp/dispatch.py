@@ -30,7 +30,7 @@ from ddptrain.config.load import load_mapping
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.connect import Session
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.driver.display.display import Display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.observers import OPENED
 from ddptrain.driver.run import LaunchOptions, train
