@@ -190,9 +190,7 @@ def test_fork_beside_threads_of_obstore_is_a_risk_and_another_start_method_is_no
     thread.start()
     ready.wait()
     try:
-        assert risk_of_fork(loader).startswith(
-            "obstore, or another library in Rust, was used before a DataLoader forks"
-        )
+        assert "was used before a DataLoader forks" in risk_of_fork(loader)
         assert risk_of_fork(DataLoader(torch.arange(4), num_workers=1, multiprocessing_context="spawn")) == ""
     finally:
         done.set()
