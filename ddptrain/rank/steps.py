@@ -40,14 +40,15 @@ class WaitingTime:
 
 def report_first_step(emitter: Emitter) -> None:
     """Report the time from now until an optimizer has taken its first step, which includes compilation."""
-    began = time.monotonic()
+    began, is_reported = time.monotonic(), False
 
-    def report(*_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            hook.remove()
+    def report(*_: Any) -> None:  # stays, because torch iterates over the hooks
+        nonlocal is_reported
+        if not is_reported and not torch.compiler.is_compiling():
+            is_reported = True
             emitter.timed("first step", time.monotonic() - began)
 
-    hook = register_optimizer_step_post_hook(report)
+    register_optimizer_step_post_hook(report)
 
 
 def measure_data(waiting: WaitingTime) -> None:
