@@ -30,7 +30,7 @@ from ddptrain.config.load import load_mapping
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.connect import Session
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.observers import OPENED
 from ddptrain.driver.run import LaunchOptions, train
@@ -168,7 +168,7 @@ class Job:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Show the output of the ranks, and make the futures when their number is known."""
         if event["event"] == OPENED:
-            self._display = open_display("plain", self.root / "logs", self.run_id, stdout=sys.stderr)
+            self._display = Display("plain", self.root / "logs", self.run_id, stdout=sys.stderr)
         elif event["event"] == "run_started":
             self._keys = [f"{self.run_id}/{rank}" for rank in range(event["world_size"])]
             self._futures = [Future(key, self.client) for key in self._keys]

@@ -184,14 +184,15 @@ def test_fork_beside_threads_of_obstore_is_a_risk_and_another_start_method_is_no
         ready.set()
         done.wait()
 
-    loader = DataLoader(torch.arange(4), num_workers=1)
+    data: Any = torch.arange(4)
+    loader: DataLoader[Any] = DataLoader(data, num_workers=1)
     assert risk_of_fork(loader) == ""
     thread = threading.Thread(target=thread_of_obstore)
     thread.start()
     ready.wait()
     try:
         assert "was used before a DataLoader forks" in risk_of_fork(loader)
-        assert risk_of_fork(DataLoader(torch.arange(4), num_workers=1, multiprocessing_context="spawn")) == ""
+        assert risk_of_fork(DataLoader(data, num_workers=1, multiprocessing_context="spawn")) == ""
     finally:
         done.set()
         thread.join()
