@@ -22,7 +22,7 @@ from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
     from ddptrain.reports.facts import RunReport
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 _SUMMARY_BYTES = 1 << 20  # of one step; GitHub refuses all of it if it is longer
 _MOST_ANNOTATIONS = 10  # of one step that GitHub keeps
@@ -215,7 +215,7 @@ class Reporting:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Do nothing: a report is about the end of a run."""
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Write the report of a run."""
         self._report(lambda report: report.of_run(run, secrets=self.secrets))
 

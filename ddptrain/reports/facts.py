@@ -16,8 +16,8 @@ from ddptrain.errors import SIGNALLED, ConfigError, DdptrainError, ExitCode, Pro
 from ddptrain.file_ops import open_regular
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import LAST_BYTES, read_events
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, root_cause
 from ddptrain.results.show.log_follower import final_text
 
@@ -60,7 +60,7 @@ class RunReport:
     status: str
     exit_code: int
     reason: str = ""
-    view: RunView | None = None
+    view: Run | None = None
     problems: tuple[Problem, ...] = ()
     retraining: RetrainRecord | None = None
     stages: Sequence[StageReport] = ()
@@ -68,7 +68,7 @@ class RunReport:
     workspace: Path = Path()
 
     @classmethod
-    def of_run(cls, view: RunView, secrets: Sequence[str] = ()) -> Self:
+    def of_run(cls, view: Run, secrets: Sequence[str] = ()) -> Self:
         """Return the report of a run that has ended."""
         record = view.record
         exit_code = ExitCode.INTERNAL if record.exit_code is None else record.exit_code
@@ -132,7 +132,7 @@ class RunReport:
         # A mistake that fails on every rank counts once.
         by_message = {each.message: each.rank for each in reversed(failed)}
         shown = [each.rank for each in failed if by_message[each.message] == each.rank][:_MOST_RANKS]
-        logs = view.layout.logs()
+        logs = view.logs()
         return {r: last_lines(logs[r], _LINES, _TAIL_BYTES, self.secrets) for r in shown if r in logs}
 
     @cached_property
@@ -188,13 +188,13 @@ class RankResult:
         return self.outcome == "failed"
 
 
-def rank_results(view: RunView) -> list[RankResult]:
+def rank_results(view: Run) -> list[RankResult]:
     """Return how the ranks of the last attempt ended, in the order of ranks; none if no rank was started."""
     failure = view.record.failure
     root, by_order = (None, False) if failure is None else (failure.rank, failure.is_order)
     faults: dict[int, dict[str, Any]] = {}
     stopped: set[int] = set()
-    for event in read_events(view.layout.events_jsonl, ("run_started", "fault", "rank_ended"), LAST_BYTES):
+    for event in read_events(view.events_jsonl, ("run_started", "fault", "rank_ended"), LAST_BYTES):
         if event["event"] == "run_started":
             faults, stopped = {}, set()
         elif isinstance(rank := event.get("rank"), int):

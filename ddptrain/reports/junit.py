@@ -51,7 +51,7 @@ def junit_xml(report: RunReport) -> bytes:
     properties = {"status": report.status, "exit_code": str(report.exit_code), "model": report.model}
     properties["version"] = "" if report.version is None else str(report.version)
     if view is not None:
-        properties |= {"run": view.run_id, "run_dir": view.layout.where}
+        properties |= {"run": view.run_id, "run_dir": view.where}
         about = {"timestamp": view.record.started_at[:19], "hostname": view.record.driver.host}
         suite.element.attrib |= {key: _text(value) for key, value in about.items() if value}
     for key, value in properties.items():

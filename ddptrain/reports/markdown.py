@@ -15,7 +15,7 @@ from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.curves import Array, read_lines
 from ddptrain.reports.facts import RunReport
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
 from ddptrain.text_tables import clean, clean_line, duration
 
@@ -38,7 +38,7 @@ def markdown(report: RunReport, environ: Mapping[str, str], limit: int = COMMENT
     """Return the report; blocks that do not fit into `limit` bytes are left out, from the end, with a note."""
     blocks = list(_blocks(report, environ))
     view = report.view
-    more = f": see {code(view.layout.where)}" if view is not None else ""
+    more = f": see {code(view.where)}" if view is not None else ""
     note = f"_The rest was left out, because the report would be too long{more}._"
     kept, room = [], limit - len(note.encode()) - 2
     for block in blocks:
@@ -80,9 +80,9 @@ def _blocks(report: RunReport, environ: Mapping[str, str]) -> Iterator[str]:
         about += [duration(view.duration_s)]
         if record.git is not None:
             about += [f"commit {code(record.git.commit[:12])}{' with changes' if record.git.dirty else ''}"]
-        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view.layout, record).values() if "url" in found)
+        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view, record).values() if "url" in found)
         links += [link("W&B run" if at == 1 else f"W&B run {at}", url) for at, url in enumerate(urls, start=1)]
-        links += [f"run directory {code(view.layout.where)}"]
+        links += [f"run directory {code(view.where)}"]
         notes += [f"tags {' '.join(map(code, marks.tags))}"] if marks.tags else []
         notes += [f"note {code(marks.note)}"] if marks.note else []
     job = environ.get("GITHUB_RUN_ID")
@@ -124,7 +124,7 @@ def _content(report: RunReport) -> Iterator[str]:
         ]
         yield table(("", "stage", "time", ""), rows)
     if view is not None:
-        yield f"Look further with `ddptrain results show {run_argument(view.layout)}`"
+        yield f"Look further with `ddptrain results show {run_argument(view)}`"
 
 
 def _scores(record: RetrainRecord) -> str:
@@ -148,7 +148,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _metrics(view: RunView) -> Iterator[str]:
+def _metrics(view: Run) -> Iterator[str]:
     record, sparks, problem = view.record, dict[str, str](), ""
     try:
         for line in read_lines(view):

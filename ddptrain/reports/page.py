@@ -35,10 +35,10 @@ from ddptrain.reports.markdown import is_plain_link
 from ddptrain.reports.timeline import read_timeline
 from ddptrain.results.compare import flat
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.metrics import finite_number
+from ddptrain.results.run import Run, fetch_all, time_text
 from ddptrain.results.run_record import RunStatus, root_cause
-from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
+from ddptrain.results.runs import open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.show.render import size
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
@@ -49,6 +49,8 @@ from ddptrain.version import __version__
 
 MOST_RUNS = 100  # on one page
 _RUNS_OF_SWEEP = 50  # the best ones
+_PICTURE_FILES = tuple(f"artifacts/*.{kind}" for kind in ("csv", "png", "jpg", "jpeg", "webp", "json"))
+FILES = ("*.jsonl", "config.yaml", "git.diff", "logs/rank-*", *_PICTURE_FILES)  # what a page reads of a run
 _POINTS = 100_000  # of all curves: about 21 bytes each in the page
 _PICTURES = 120
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SETTINGS = 6, 100, 1000
@@ -71,7 +73,7 @@ class RunCard:
     of: the number of runs on the page, which share its points.
     """
 
-    def __init__(self, view: RunView, of: int = 1) -> None:
+    def __init__(self, view: Run, of: int = 1) -> None:
         self.view, self.record, self.failure, self._of = view, view.record, view.record.failure, of
 
     @cached_property
@@ -91,7 +93,7 @@ class RunCard:
     @cached_property
     def settings(self) -> dict[str, tuple[str, str | None]]:
         """Value and default of each key of the configuration, as texts; none if it cannot be read."""
-        path = self.view.layout.config_yaml
+        path = self.view.config_yaml
         try:
             data = load_data(read_bytes(path), path.name)
             items = list(itertools.islice(flat(hide_secrets(data)), _MOST_SETTINGS)) if isinstance(data, dict) else []
@@ -107,13 +109,13 @@ def _details(card: RunCard) -> dict[str, Any]:
     metrics, _, problem = card.lines
     traceback = failure.traceback.rstrip() if failure is not None else ""
     first = failure.rank if failure is not None else None
-    logs = sorted(view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_LOGS]
-    trackers = [(name, one.get("url", "")) for name, one in tracker_outputs(view.layout, record).items()]
+    logs = sorted(view.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_LOGS]
+    trackers = [(name, one.get("url", "")) for name, one in tracker_outputs(view, record).items()]
     variables = sorted(record.rank_environment.items())[:_MOST_ROWS]
     hosts = sorted({rank.host for attempt in record.attempts for rank in attempt.ranks if rank.host})
     git, code = record.git, record.code
     environment = {
-        "directory": view.layout.where,
+        "directory": view.where,
         "driver": record.driver.description if record.driver.host else "",
         "hosts of the ranks": ", ".join(hosts[:50]),
         "git commit": git.commit + (", with changes that are not committed" if git.dirty else "") if git else "",
@@ -263,7 +265,7 @@ class Page:
 
 
 def runs_page(
-    views: Sequence[RunView], sweep: SweepRecord | None = None, *, is_served: bool = False, with_curves: bool = True
+    views: Sequence[Run], sweep: SweepRecord | None = None, *, is_served: bool = False, with_curves: bool = True
 ) -> Page:
     """Return the page about runs, and a sweep; of one run it has everything."""
     cards = [RunCard(view, len(views)) for view in views]
@@ -285,34 +287,35 @@ def runs_page(
     )
 
 
-def find_subjects(names: Sequence[str], runs_dir: str) -> tuple[list[RunView], SweepRecord | None]:
+def find_subjects(names: Sequence[str], runs_dir: str) -> tuple[list[Run], SweepRecord | None]:
     """Return the runs that the names stand for, and the sweep with its best runs if one is among them.
 
     Raises UsageError, RunNotFound, StoreError.
     """
-    views: list[RunView] = []
+    views: list[Run] = []
     sweeps: list[FoundSweep] = []
     for name in dict.fromkeys(names):
         if (found := find_sweep(runs_dir, name)) is not None:
             sweeps.append(found)
         else:
             place, run = split_run(name, runs_dir)
-            views.append(open_runs_dir(place).find(run, NeededFiles.REPORT))
+            views.append(open_runs_dir(place).find(run))
     if len(sweeps) > 1:
         raise UsageError(f"a report has at most one sweep, got {len(sweeps)}; write one report for each")
     views += _runs_of(sweeps[0]) if sweeps else []
-    views = list({view.layout.root: view for view in views}.values())
+    views = list({view.root: view for view in views}.values())
     if len(views) > MOST_RUNS:
         raise UsageError(f"a report has at most {MOST_RUNS} runs, got {len(views)}; name fewer")
+    fetch_all(views, *FILES)
     return views, sweeps[0].record if sweeps else None
 
 
-def _runs_of(sweep: FoundSweep) -> list[RunView]:
+def _runs_of(sweep: FoundSweep) -> list[Run]:
     """Return the runs of the trials that are running, and of the best ones; then of those that failed."""
     running, failed = ([t for t in sweep.record.trials if t.state == state] for state in ("running", "failed"))
     ranked = SweepTable(sweep.record).ranked
     names = dict.fromkeys(name for trial in (*running, *ranked, *failed) for name in trial.run_ids)
-    runs = (sweep.trials.find_exact(name, NeededFiles.REPORT) for name in names if valid_run_id(name))
+    runs = (sweep.trials.get(name) for name in names if valid_run_id(name))
     return list(itertools.islice((view for view in runs if view is not None), _RUNS_OF_SWEEP))
 
 

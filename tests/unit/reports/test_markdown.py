@@ -70,7 +70,7 @@ Look further with `ddptrain results show {where}`
 
 def test_tags_and_the_note_are_shown_without_markup(tmp_path: Path) -> None:
     view = run(tmp_path)
-    (view.layout.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "<b>@all</b>\\nmore"}')
+    (view.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "<b>@all</b>\\nmore"}')
     text = text_of(RunReport.of_run(view), tmp_path)
     assert "\n\ntags `good` `v2` · note `<b>@all</b>" in text
     assert "<b>" not in MarkdownIt().render(text)
@@ -240,9 +240,9 @@ def test_mistake_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
 
 def test_damaged_metrics_do_not_stop_a_report(tmp_path: Path) -> None:
     view = run(tmp_path, curves={"loss": [1.0, 2.0]}, last_metrics={"loss": 2.0})
-    view.layout.metrics_jsonl.unlink()
+    view.metrics_jsonl.unlink()
     assert "| `loss` | 2 |  |" in text_of(RunReport.of_run(view), tmp_path)
-    view.layout.metrics_jsonl.mkdir()
+    view.metrics_jsonl.mkdir()
     assert "The curves cannot be shown: `cannot read" in text_of(RunReport.of_run(view), tmp_path)
 
 
