@@ -135,7 +135,7 @@ def test_page_of_a_running_run_is_updated_until_its_end(project: Project) -> Non
 
     (project.folder / "go").touch()
     assert training.finish().rc == 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not (last := news(str(first["version"])))["ended"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)

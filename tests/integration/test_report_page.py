@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import math
 import re
@@ -80,7 +81,7 @@ def in_browser(folder: Path, visit: Callable[[Browser], Awaitable[Any]], origin:
 
 async def until(browser: Browser, condition: str) -> None:
     """Wait until an expression in the page is true."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not await browser.run(condition):
         assert time.monotonic() < deadline, condition
         await asyncio.sleep(0.1)
@@ -174,8 +175,9 @@ def test_pages_of_a_folder(tmp_path: Path, ui: Callable[[], str]) -> None:
         )
         write_run(runs, f"toy-20260101-000000-{at:04x}", 1.0 + at, steps=2, status=status, **cause)
     write_sweep(runs / "sweep-1")
-    write_run(runs, RUNNING, 1.0, steps=5, status="running", duration_s=None, driver={"host": "elsewhere"})
-    (runs / RUNNING / "run.lock").touch()  # its driver is alive on another host
+    write_run(runs, RUNNING, 1.0, steps=5, status="running", duration_s=None)
+    lock = (runs / RUNNING / "run.lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as its driver holds it
     url = ui()
 
     async def visit(browser: Browser) -> None:
@@ -219,4 +221,5 @@ def test_pages_of_a_folder(tmp_path: Path, ui: Callable[[], str]) -> None:
         await browser.open(f"{url}?models", 1400)
         assert await browser.run("document.title") == "Models"
 
-    in_browser(tmp_path, visit, url)
+    with lock:
+        in_browser(tmp_path, visit, url)
