@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, _utils, dataloader
 from torch.utils.data._utils import worker
+
+from ddptrain.rank import process_control
 
 
 class RankSampler(Sampler[Any]):
@@ -212,19 +215,44 @@ _signals: Any = _utils.signal_handling
 _torch_worker_loop = worker._worker_loop  # noqa: SLF001
 
 
-def protect() -> None:
-    """Protect the workers of all DataLoaders that this process creates from now on."""
+def protect(warn: Callable[[str], None]) -> None:
+    """Protect the workers of all DataLoaders that this process creates from now on.
+
+    warn: called with the `risk_of_fork` of a DataLoader, once in the life of the process.
+    """
+    warned = False
     iterator: Any = dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001
     start_workers = iterator.__init__
 
     @functools.wraps(start_workers)
     def start_protected(self: Any, loader: Any) -> None:
+        nonlocal warned
+        if not warned and (risk := risk_of_fork(loader)):
+            warned = True
+            warn(risk)
         start_workers(self, loader)
         for process in self._workers:
             process._popen.terminate = functools.partial(_kill, weakref.ref(self), process._popen)  # noqa: SLF001
 
     iterator.__init__ = start_protected
     worker._worker_loop = worker_loop  # noqa: SLF001
+
+
+_HANGS_IN_FORKS = {"tokio-r": "obstore, or another library in Rust,", "grpc_": "gRPC"}  # by names of threads
+
+
+def risk_of_fork(loader: DataLoader[Any]) -> str:
+    """Return a warning if the loader forks its workers beside threads of a library that hangs in a fork; else ""."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() == "fork":
+        for name in process_control.thread_names():
+            for prefix, library in _HANGS_IN_FORKS.items():
+                if name.startswith(prefix):
+                    return (
+                        f"{library} was used before a DataLoader forks its workers, in which it then hangs: use it in "
+                        "the workers only, or give the DataLoader multiprocessing_context='forkserver'"
+                    )
+    return ""
 
 
 def _kill(reference: weakref.ref[Any], process: Any) -> None:

@@ -30,7 +30,7 @@ from ddptrain.config.load import load_mapping
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.connect import Session
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.observers import OPENED
 from ddptrain.driver.run import LaunchOptions, train
@@ -39,7 +39,7 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.log import own_context
 from ddptrain.protocol.news import describe_status
 from ddptrain.results.layout import INCOMING, new_run_id
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord, root_cause
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Job:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Show the output of the ranks, and make the futures when their number is known."""
         if event["event"] == OPENED:
-            self._display = open_display("plain", self.root / "logs", self.run_id, stdout=sys.stderr)
+            self._display = Display("plain", self.root / "logs", self.run_id, stdout=sys.stderr)
         elif event["event"] == "run_started":
             self._keys = [f"{self.run_id}/{rank}" for rank in range(event["world_size"])]
             self._futures = [Future(key, self.client) for key in self._keys]
@@ -176,7 +176,7 @@ class Job:
         if self._display is not None:
             self._display.on_event(event)
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Note how the run has ended."""
         self._record = run.record
         if self._display is not None:

@@ -53,7 +53,7 @@ class DaskResultsHandler:
         relative = safe_relative(path)
         if "DDPTRAIN_RUN_ID" not in os.environ:
             raise RuntimeError("submit_result is for jobs, and this process is not a rank of one")
-        from ddptrain.rank.current_context import context
+        from ddptrain.rank.context import context
 
         root = os.environ.get(VARIABLE)
         where = f"{root}/{self._folder}/{relative}" if root else path

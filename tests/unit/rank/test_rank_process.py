@@ -53,7 +53,7 @@ PROGRAM = """
 import importlib.metadata, json, sys
 from ddptrain.rank import process_control, warmup
 warmup.import_everything()
-threads = process_control.thread_count()
+threads = len(process_control.thread_names())
 wanted = ["torch", "torch._dynamo", "torch.nn.parallel", "safetensors.torch", "dask_pytorch_ddp.dispatch"]
 imported = [name in sys.modules for name in wanted]
 known, searches = set(sys.modules), []
