@@ -106,9 +106,6 @@ class TrackingConfig(Strict):
         default=TensorBoardSettings(mode="off"), description="TensorBoard; off unless the section is there."
     )
     other: list[OtherTracker] = Field(default_factory=list, description="Further trackers.")
-    strict: bool = Field(
-        default=False, description="Whether a run fails if its training succeeded but a tracker failed, as for CI."
-    )
 
     @property
     def is_on(self) -> bool:

@@ -78,7 +78,6 @@ class TrackingSetup:
             config=self._public_config,
             resumed_from=self._resumed_from,
             folder=str(self._writer.layout.tracking_dir) if place.shared else "",
-            strict=self._config.strict,
         )
 
     def _set_up_wandb(self, environ: Mapping[str, str], *, embedded: bool) -> None:
@@ -105,7 +104,6 @@ class TrackingSetup:
             "online": online,
             "id": self._wandb_id(online, access.base_url),
             "sync_command": self._sync_command,
-            "strict": self._config.strict,
         }
 
     @property
