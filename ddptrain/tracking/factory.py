@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ddptrain.config.plugin_names import TRACKERS, install_tracker, tracker_target
+from ddptrain.config.sections.tracking import TRACKERS, install_tracker, tracker_target
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets

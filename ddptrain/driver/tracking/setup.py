@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.plugin_names import TRACKERS, install_tracker
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.tracking import TRACKERS, install_tracker
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
