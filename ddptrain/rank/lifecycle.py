@@ -132,13 +132,13 @@ class RankLifecycle:
     def run(self) -> int:
         """Run all phases and finish the trackers. Return the exit code.
 
-        If the user's function has returned, later errors do not change the success, unless `tracking.strict` is set.
+        If the user's function has returned, later errors do not change the success.
         """
         code = self._run_phases()
         if self.waiting is not None:
             self.waiting.flush()
-        error = self.tracked.finish(self.state)
-        return code or int(bool(error))
+        self.tracked.finish(self.state)
+        return code
 
     def _run_phases(self) -> int:
         try:
