@@ -209,12 +209,8 @@ class RankContext:
         """
         from ddptrain.rank.prepare import prepare_model, use_compile_cache
 
-        given: dict[str, Any] = {
-            "precision": precision,
-            "compile": compile,
-            "channels_last": channels_last,
-            "accumulate": accumulate,
-        }
+        given: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
+        given["accumulate"] = accumulate
         given |= {"strategy": strategy, "shard": shard, "activation_checkpointing": activation_checkpointing}
         settings: dict[str, Any] = {
             **vars(self._spec.config.prepare),

@@ -39,22 +39,12 @@ def load_function(target: str) -> Callable[..., Any]:
     """Import the function "package.module:function".
 
     Raises:
-        ImportError: the module is missing; the message names the interpreter and the first folders.
+        ImportError: the module is missing.
         AttributeError: the module has no such attribute.
         TypeError: the attribute is not callable.
     """
     module_name, _, name = target.partition(":")
-    try:
-        item: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        root = module_name.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != root:
-            raise
-        raise ModuleNotFoundError(
-            f"workload {target!r}: no module {error.name!r} for {sys.executable}; it was looked for in "
-            f"{' and '.join(dict.fromkeys(sys.path[:2]))} and in the rest of sys.path",
-            name=error.name,
-        ) from None
+    item: Any = importlib.import_module(module_name)
     for part in name.split("."):
         if not hasattr(item, part):
             public = sorted(attr for attr, value in vars(item).items() if callable(value) and not attr.startswith("_"))

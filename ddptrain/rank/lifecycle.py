@@ -132,13 +132,13 @@ class RankLifecycle:
     def run(self) -> int:
         """Run all phases and finish the trackers. Return the exit code.
 
-        If the user's function has returned, later errors do not change the success, unless `tracking.strict` is set.
+        If the user's function has returned, later errors do not change the success.
         """
         code = self._run_phases()
         if self.waiting is not None:
             self.waiting.flush()
-        error = self.tracked.finish(self.state)
-        return code or int(bool(error))
+        self.tracked.finish(self.state)
+        return code
 
     def _run_phases(self) -> int:
         try:
@@ -176,7 +176,7 @@ class RankLifecycle:
 
         loader.protect(lambda risk: self.emitter.note(risk, "warning") if self.spec.rank == 0 else None)
         torch.set_num_threads(self.spec.host.cpu_threads)
-        gpu, is_script, world_size = self.spec.host.gpu, self.spec.code.is_script, self.spec.placement.world_size
+        gpu, is_script = self.spec.host.gpu, self.spec.code.is_script
         device, name = torch.device("cpu"), "cpu"
         if gpu is not None:
             device, name = torch.device("cuda", self.spec.placement.local_rank if is_script else 0), str(gpu)
@@ -194,8 +194,7 @@ class RankLifecycle:
         if self.spec.rank == 0:
             self.waiting = steps.WaitingTime(self.emitter)
             steps.measure_data(self.waiting)
-            if world_size > 1:
-                steps.report_steps(self.emitter, world_size, self.waiting.first_step)
+            steps.report_first_step(self.emitter)
         self.emitter.emit(
             events.Started(
                 time.time_ns(),
@@ -272,7 +271,7 @@ class RankLifecycle:
                 self.tracked.end(self.state)
             self._complete_saves()
             raise
-        self._finish()
+        self._report_finished()
 
     def _report_result(self, value: Any) -> None:
         """Report what rank 0's function has returned, if it can be stored as JSON."""
@@ -326,14 +325,14 @@ class RankLifecycle:
             with contextlib.suppress(Exception):  # the failure has been reported; this must not replace it
                 self.context.close(self.spec.config.failure.grace_s, failed=True)
 
-    def _finish(self) -> None:
+    def _report_finished(self) -> None:
         self.emitter.emit(events.Finished(time.time_ns()))
         self.state = "finished"
 
     def _report_exit(self, stop: SystemExit) -> None:
         code = failures.exit_code(stop)
         if code == 0:
-            self._finish()
+            self._report_finished()
             return
         if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.agreement.notified):
             self.state = "preempted"

@@ -52,6 +52,11 @@ class RankSampler(Sampler[Any]):
         return self._total(0) // self._world_size
 
     @property
+    def size(self) -> int:
+        """The number of samples of the data."""
+        return len(self._data)
+
+    @property
     def remaining(self) -> int:
         """The number of this rank's samples that remain in the epoch."""
         return self._total(self.taken) // self._world_size
@@ -119,8 +124,7 @@ class RankLoader(DataLoader[Any]):
     @property
     def position(self) -> float:
         """The number of epochs that are read, also a fraction, with the batch that is in use: equal on all ranks."""
-        size = len(self._rank_sampler._data)  # noqa: SLF001
-        return self.epoch - 1 + min(1.0, self._rank_sampler.taken / size)
+        return self.epoch - 1 + min(1.0, self._rank_sampler.taken / self._rank_sampler.size)
 
     @property
     def remaining(self) -> int:
@@ -134,13 +138,11 @@ class RankLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch, and the number of its samples that all ranks together have read."""
-        size = len(self._rank_sampler._data)  # noqa: SLF001
-        return {"epoch": self.epoch, "taken": min(self._rank_sampler.taken, size)}
+        return {"epoch": self.epoch, "taken": min(self._rank_sampler.taken, self._rank_sampler.size)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a position; if its epoch is complete, start the next one."""
-        size = len(self._rank_sampler._data)  # noqa: SLF001
-        is_complete = state["taken"] >= size
+        is_complete = state["taken"] >= self._rank_sampler.size
         self._rank_sampler.epoch = state["epoch"] + int(is_complete)
         self._rank_sampler.taken = 0 if is_complete else state["taken"]
 

@@ -118,14 +118,7 @@ def number(name: object, value: Any) -> float:
     if isinstance(item, bool) or not isinstance(item, int | float):
         text = shorten(repr(value), 300)
         raise TypeError(f"ctx.log, ctx.progress and metrics take numbers: {name!r} is {text} ({type(value).__name__})")
-    return item if isinstance(item, float) or -(2**63) <= item < 2**63 else _as_float(item)
-
-
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    return item if isinstance(item, float) or -(2**63) <= item < 2**63 else float(item)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ddptrain.config.plugin_names import TRACKERS, install_tracker, tracker_target
+from ddptrain.config.sections.tracking import TRACKERS, install_tracker, tracker_target
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
@@ -38,7 +38,7 @@ def start_trackers(spec: RankSpec, emit: Emit) -> TrackerManager | None:
     emit = _redacting(emit, [tracker.options for tracker in tracking.trackers])
     definitions = [_definition(tracker, tracking, spec, emit) for tracker in tracking.trackers]
     temp_folder = Path(spec.host.staging) / _TEMP_FOLDER
-    return TrackerManager(definitions, emit, temp_folder, strict=tracking.strict)
+    return TrackerManager(definitions, emit, temp_folder)
 
 
 def _redacting(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:
@@ -142,21 +142,13 @@ class TrackerManager:
         temp_folder: Path,
         *,
         queue: int = 10_000,
-        strict: bool = False,
     ) -> None:
         self._pid = os.getpid()
-        self._strict = strict
         self._temp_folder, self._kept = temp_folder, itertools.count()
         self.ended = False
         self._wait_lock = threading.Lock()
         self.unfinished: list[str] = []  # trackers that did not end in time
-        self._threads = [TrackerThread(tracker, emit, limit=queue, strict=strict) for tracker in trackers]
-
-    @property
-    def error(self) -> str:
-        """The first error of a tracker, which makes the rank fail; "" unless tracking.strict is true."""
-        errors = [f"{thread.name}: {thread.error}" for thread in self._threads if thread.error]
-        return errors[0] if errors and self._strict else ""
+        self._threads = [TrackerThread(tracker, emit, limit=queue) for tracker in trackers]
 
     def wants(self, kind: type[Item]) -> bool:
         """Return whether any tracker takes items of that type."""

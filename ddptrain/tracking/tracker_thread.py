@@ -37,10 +37,9 @@ class TrackerDefinition:
 class TrackerThread:
     """Takes items without waiting, and passes them to the tracker in a thread."""
 
-    def __init__(self, definition: TrackerDefinition, emit: Emit, *, limit: int, strict: bool = False) -> None:
+    def __init__(self, definition: TrackerDefinition, emit: Emit, *, limit: int) -> None:
         self.name = definition.name
-        self.error = ""  # the first error
-        self._definition, self._emit, self._limit, self._strict = definition, emit, limit, strict
+        self._definition, self._emit, self._limit = definition, emit, limit
         self._queue: deque[tuple[Item, SharedFiles | None]] = deque()
         self._received = self._dropped = self._failures = self._failures_in_a_row = 0
         self._is_off = False
@@ -155,7 +154,6 @@ class TrackerThread:
             self._failures += 1
             self._failures_in_a_row += 1
             self._last_error = describe(error)
-            self.error = self.error or self._last_error
             if self._failures_in_a_row >= _MAX_FAILURES:
                 self._is_off = True
                 self._report(f"has failed {self._failures_in_a_row} times in a row: {self._last_error}", "it is off")
@@ -169,12 +167,11 @@ class TrackerThread:
         self._definition.facts.tell(text)
 
     def _report(self, what: str, consequence: str, *, quiet: bool = False) -> None:
-        """Record an error, and print it unless `quiet`: the tracker has already printed it."""
-        self.error = self.error or what
+        """Report an error, and print it unless `quiet`: the tracker has already printed it."""
         if not quiet:
             self._warn(f"{self.name} {what}; {consequence}, the run directory has everything")
         with suppress(Exception):  # a full disk; it is reported elsewhere
-            self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000], self._strict))
+            self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000]))
 
     def _warn(self, text: str) -> None:
         with suppress(Exception):  # a full disk; it is reported elsewhere
