@@ -24,7 +24,7 @@ def ui(
 
     Examples:
         ddptrain ui
-        ddptrain ui --runs-dir s3://bucket/runs --port 8080 --no-browser
+        ddptrain ui --port 8080 --no-browser
     """
     from ddptrain.reports.ui import serve
 

@@ -38,9 +38,6 @@ def retrain(
             '"0 3 * * 1 Europe/Berlin", which stands for its latest time.',
         ),
     ] = "",
-    promote_anyway: Annotated[
-        str, typer.Option(metavar="REASON", help="Promote the new version also if the gate rejects it.")
-    ] = "",
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
     dry_run: Annotated[
@@ -58,7 +55,6 @@ def retrain(
 
     Examples:
         ddptrain retrain nightly.yaml
-        ddptrain retrain nightly.yaml --promote-anyway "new labels"
     """
     from ddptrain.config.load import load_config
 
@@ -72,9 +68,8 @@ def retrain(
         from ddptrain.schedule.entries import resolve_slot
 
         reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
-        slot, anyway = resolve_slot(slot), promote_anyway.strip()
         chosen = RetrainOptions(
-            force, slot, dry_run, output.value, anyway, opt.wants_full_traceback(), all_ranks, reporting
+            force, resolve_slot(slot), dry_run, output.value, opt.wants_full_traceback(), all_ranks, reporting
         )
         return run(resolved, chosen)
 

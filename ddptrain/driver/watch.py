@@ -6,18 +6,17 @@ import math
 import time
 from dataclasses import dataclass
 
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.display.summary import exit_code_of
 from ddptrain.driver.observers import LIVE
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.news import SystemSample
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.log_tail import LogTail, start_of_last
-from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import MetricsReader, json_object
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import ProgressRecord, RunStatus, root_cause
-from ddptrain.results.runs import RunsDir
+from ddptrain.results.runs import Runs
 from ddptrain.results.system import parse_line
 
 _LOOK_EVERY_S = 0.5
@@ -36,28 +35,26 @@ class WatchOptions:
     all_ranks: bool = False
 
 
-def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
+def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
     """Show a run until it has ended, and then its end; return its exit code. 130: Ctrl-C has ended the watching.
 
     Raises UsageError if run.json can't be read; StoreError.
     """
-    download, layout = runs.follow(view, None, numbers=True), view.layout
+    look = view.follow("logs/*", "*.jsonl")
 
-    def current() -> RunView:
-        if download is not None:
-            download()
-        found = load_run(layout.root)
+    def current() -> Run:
+        found = look()
         if found.problem:
             raise UsageError(found.problem)
         return found
 
     view = current()
     elapsed_s = view.duration_s or 0.0
-    with open_display(
-        options.output, layout.logs_dir, view.run_id, all_ranks=options.all_ranks, elapsed_s=elapsed_s
+    with Display(
+        options.output, view.logs_dir, view.run_id, all_ranks=options.all_ranks, elapsed_s=elapsed_s
     ) as display:
         try:
-            feed = _Feed(layout, display, options.lines)
+            feed = _Feed(view, display, options.lines)
             feed.update(view)
             while view.is_running and not display.broken:
                 time.sleep(_LOOK_EVERY_S)
@@ -78,17 +75,17 @@ def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
 class _Feed:
     """Passes what is new in the files of a run to a display."""
 
-    def __init__(self, layout: RunLayout, display: Display, lines: int) -> None:
+    def __init__(self, run: Run, display: Display, lines: int) -> None:
         self._display = display
-        self._offsets = {rank: start_of_last(path, lines) for rank, path in layout.logs().items()}
-        self._events = LogTail(layout.events_jsonl, _EARLIER_EVENTS)
-        self._metrics = MetricsReader(layout.metrics_jsonl, last_bytes=_EARLIER_METRICS_BYTES)
-        self._system = LogTail(layout.system_jsonl, _EARLIER_SAMPLES)
+        self._offsets = {rank: start_of_last(path, lines) for rank, path in run.logs().items()}
+        self._events = LogTail(run.events_jsonl, _EARLIER_EVENTS)
+        self._metrics = MetricsReader(run.metrics_jsonl, last_bytes=_EARLIER_METRICS_BYTES)
+        self._system = LogTail(run.system_jsonl, _EARLIER_SAMPLES)
         self._world_size = 0
         self._progress: ProgressRecord | None = None
         self._is_first = True
 
-    def update(self, view: RunView) -> None:
+    def update(self, view: Run) -> None:
         """Pass on what is new since the last call; the first call passes on the last attempt."""
         record = view.record
         if record.world_size != self._world_size:

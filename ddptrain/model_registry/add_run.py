@@ -19,15 +19,15 @@ from ddptrain.results.checkpoints.consolidation import consolidate
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import BEST, LATEST, RunLayout
-from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.results.recorded_config import is_own_record, of_the_model, parsed_config
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.storage.store import is_plain
 
 LISTING = "manifest.json"  # of images, in inputs/: with it the same images are held out in each evaluation
 
 
-def add_run(registry: ModelRegistry, model: str, view: RunView, which: str = BEST, **known: Any) -> VersionRecord:
+def add_run(registry: ModelRegistry, model: str, view: Run, which: str = BEST, **known: Any) -> VersionRecord:
     """Add a checkpoint of a run as the next version of a model; return the existing version if it was added before.
 
     which: best, latest, or the name of a checkpoint such as step-100. known: what `ddptrain retrain` knows about the
@@ -37,14 +37,14 @@ def add_run(registry: ModelRegistry, model: str, view: RunView, which: str = BES
         UsageError: the run has no checkpoint, or the checkpoint is not what its manifest says.
         StoreError: the registry cannot be written.
     """
-    folder = find_checkpoint(view.layout, which)
+    folder = view.checkpoint(which)
     try:
         checkpoint = verify(folder)
     except CheckpointDamaged as error:
         raise UsageError(f"cannot add {folder} to model {model}: {error}; choose another with --checkpoint") from error
     pointer = f"{folder.name}\n".encode()
     sources: dict[str, Path | bytes] = {f"checkpoints/{BEST}": pointer, f"checkpoints/{LATEST}": pointer}
-    layout = view.layout
+    layout = view
     small = [name for name in layout.artifacts() if name.endswith(".json") and is_plain(name)]
     sources |= _existing(layout, *(layout.artifacts_dir / name for name in small), layout.inputs_dir / LISTING)
     run = view.record

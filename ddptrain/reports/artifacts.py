@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from ddptrain.file_ops import open_regular
 from ddptrain.results.layout import files_below
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 
 _MOST_FILES, _MOST_TABLES, _MOST_ROWS, _MOST_COLUMNS = 5000, 20, 100, 20
 _LARGEST_FILE_BYTES = 32 << 20  # the beginning of a larger table is read; a larger picture is left out
@@ -80,9 +80,9 @@ class Artifacts:
     files: Sequence[tuple[str, int]] = ()
 
 
-def read_artifacts(view: RunView, most_pictures: int) -> Artifacts:
+def read_artifacts(view: Run, most_pictures: int) -> Artifacts:
     """Return what the run has saved."""
-    root = view.layout.artifacts_dir
+    root = view.artifacts_dir
     below = ((path.relative_to(root).as_posix(), size) for path, size in islice(files_below(root), _MOST_FILES))
     files = dict(sorted(below))
     reader = _Reader(root, files, most_pictures)

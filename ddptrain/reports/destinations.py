@@ -7,7 +7,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,8 +21,8 @@ from ddptrain.redact import hide_credentials
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
-    from ddptrain.reports.facts import Facts, RunReport
-    from ddptrain.results.lookup import RunView
+    from ddptrain.reports.facts import RunReport
+    from ddptrain.results.run import Run
 
 _SUMMARY_BYTES = 1 << 20  # of one step; GitHub refuses all of it if it is longer
 _MOST_ANNOTATIONS = 10  # of one step that GitHub keeps
@@ -96,24 +96,23 @@ def write_reports(report: RunReport, destinations: Destinations) -> None:
     if not destinations.are_wanted:
         return
     try:
-        from ddptrain.reports.facts import Facts
         from ddptrain.reports.junit import junit_xml
         from ddptrain.reports.markdown import COMMENT_CHARACTERS, markdown
 
-        facts = Facts(report, destinations.workspace)
+        report = replace(report, workspace=destinations.workspace)
         if destinations.service:  # on stderr: with --output json, stdout has JSON lines only, and CI services read both
-            _write_stderr(_job_log(facts, destinations))
+            _write_stderr(_job_log(report, destinations))
     except Exception as error:  # a report must not change the result of a run
         _warn(f"the report could not be made: {type(error).__name__}: {one_line(error)}")
         return
 
     def text(most_bytes: int = COMMENT_CHARACTERS) -> bytes:
-        return markdown(facts, destinations.environ, most_bytes).encode()
+        return markdown(report, destinations.environ, most_bytes).encode()
 
     files: tuple[tuple[str, Path | None, Callable[[Path], None]], ...] = (
         ("the step summary", destinations.summary, lambda path: _append_summary(path, text)),
         ("the report", destinations.report, lambda path: write_atomic(path, text(), durable=False)),
-        ("the JUnit file", destinations.junit, lambda path: write_atomic(path, junit_xml(facts), durable=False)),
+        ("the JUnit file", destinations.junit, lambda path: write_atomic(path, junit_xml(report), durable=False)),
     )
     for what, path, write in files:
         try:
@@ -148,23 +147,22 @@ def _write_stderr(text: str) -> None:
             sys.stderr.flush()
 
 
-def _job_log(facts: Facts, destinations: Destinations) -> str:
+def _job_log(report: RunReport, destinations: Destinations) -> str:
     """Return the lines for the log of the job: the last lines of ranks, and annotations at the user's lines."""
     found: list[str] = []
-    for rank, lines in facts.tails.items():
+    for rank, lines in report.tails.items():
         found.append(f"last lines of rank {rank}:\n")
         found += [f"[rank {rank}] {sanitized(line)}\n" for line in lines]
     if destinations.service is CiService.GITHUB:
-        found += [f"{line}\n" for line in _annotations(facts, destinations.workspace)]
-    elif facts.source is not None:
-        found.append(f"ddptrain: error at {facts.source}: {_message(facts)}\n")
+        found += [f"{line}\n" for line in _annotations(report, destinations.workspace)]
+    elif report.source is not None:
+        found.append(f"ddptrain: error at {report.source}: {_message(report)}\n")
     return "".join(found)
 
 
-def _annotations(facts: Facts, workspace: Path) -> Iterator[str]:
+def _annotations(report: RunReport, workspace: Path) -> Iterator[str]:
     from ddptrain.reports.facts import line_of_problem
 
-    report = facts.report
     for problem in report.problems[:_MOST_ANNOTATIONS]:
         place = line_of_problem(problem, workspace, Path.cwd())
         text = f"{problem.key}: {problem.message}" if problem.key else problem.message
@@ -175,12 +173,12 @@ def _annotations(facts: Facts, workspace: Path) -> Iterator[str]:
             yield ci.annotation("error", _safe(f"{problem.where}: {text}"), title=title)
     if not report.problems and report.level:
         title = _safe(f"ddptrain: {report.model or report.name} {report.status}")
-        file, line = (facts.source.file, facts.source.line) if facts.source is not None else ("", 0)
-        yield ci.annotation(report.level, _message(facts), title=title, file=file, line=line)
+        file, line = (report.source.file, report.source.line) if report.source is not None else ("", 0)
+        yield ci.annotation(report.level, _message(report), title=title, file=file, line=line)
 
 
-def _message(facts: Facts) -> str:
-    return _safe(facts.report.cause or f"exit code {facts.report.exit_code}")
+def _message(report: RunReport) -> str:
+    return _safe(report.cause or f"exit code {report.exit_code}")
 
 
 def _safe(text: str) -> str:
@@ -217,7 +215,7 @@ class Reporting:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Do nothing: a report is about the end of a run."""
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Write the report of a run."""
         self._report(lambda report: report.of_run(run, secrets=self.secrets))
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 from ddptrain.errors import ExitCode
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts
+from ddptrain.reports.facts import RunReport
 from ddptrain.sanitize import sanitized
 
 FAILURE, ERROR, SKIPPED = "failure", "error", "skipped"
@@ -19,9 +19,9 @@ _NOTHING_DONE = ("unchanged", "skipped", "checked")
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
-def junit_xml(facts: Facts) -> bytes:
+def junit_xml(report: RunReport) -> bytes:
     """Return the file's content, in UTF-8."""
-    report, view = facts.report, facts.report.view
+    view = report.view
     name = report.name
     suite = _Suite(name)
     for problem in report.problems:
@@ -29,12 +29,12 @@ def junit_xml(facts: Facts) -> bytes:
     if not report.problems:
         failure, duration_s = report.failure, view.duration_s if view is not None else None
         kind = (failure.type or failure.kind) if failure is not None else report.status
-        at = f"at {facts.source}\n" if facts.source is not None else ""
+        at = f"at {report.source}\n" if report.source is not None else ""
         text = at + failure.traceback if failure is not None else ""
-        suite.add(name, "run", _result_of_run(facts), report.cause, kind, text, duration_s=duration_s)
-    for rank in facts.ranks:
+        suite.add(name, "run", _result_of_run(report), report.cause, kind, text, duration_s=duration_s)
+    for rank in report.ranks:
         result = FAILURE if rank.failed else SKIPPED if rank.message else ""
-        output = "\n".join(facts.tails.get(rank.rank, ()))
+        output = "\n".join(report.tails.get(rank.rank, ()))
         suite.add(f"{name}.ranks", f"rank {rank.rank}", result, rank.message, rank.outcome, output=output)
     for stage in report.stages:
         result = {"failed": FAILURE, "skipped": SKIPPED}.get(stage.status, "")
@@ -51,7 +51,7 @@ def junit_xml(facts: Facts) -> bytes:
     properties = {"status": report.status, "exit_code": str(report.exit_code), "model": report.model}
     properties["version"] = "" if report.version is None else str(report.version)
     if view is not None:
-        properties |= {"run": view.run_id, "run_dir": view.layout.where}
+        properties |= {"run": view.run_id, "run_dir": view.where}
         about = {"timestamp": view.record.started_at[:19], "hostname": view.record.driver.host}
         suite.element.attrib |= {key: _text(value) for key, value in about.items() if value}
     for key, value in properties.items():
@@ -62,8 +62,7 @@ def junit_xml(facts: Facts) -> bytes:
     return content + b"\n"
 
 
-def _result_of_run(facts: Facts) -> str:
-    report = facts.report
+def _result_of_run(report: RunReport) -> str:
     if report.exit_code == ExitCode.SUCCEEDED:
         return SKIPPED if report.status in _NOTHING_DONE else ""
     if report.exit_code == ExitCode.REJECTED and any(not each.passed for each in report.gate):

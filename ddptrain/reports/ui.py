@@ -27,10 +27,10 @@ from ddptrain.errors import DdptrainError, RunNotFound, UsageError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.reports.page import MOST_RUNS, Page, RunCard, body_html, page_html, page_json, policy, runs_page
-from ddptrain.results.lookup import RunView
+from ddptrain.reports.page import FILES, MOST_RUNS, Page, RunCard, body_html, page_html, page_json, policy, runs_page
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
-from ddptrain.results.runs import NeededFiles, open_runs_dir
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.show.render import rows
 from ddptrain.results.sweep_record import FoundSweep, find_sweep, list_sweeps
 from ddptrain.sanitize import sanitized
@@ -101,7 +101,7 @@ class Site:
     def _live(self, page: Page, is_live: bool) -> tuple[Page, bool]:
         return replace(page, data={"runs": [], "curves": [], **page.data, "live": is_live}), is_live
 
-    def _run(self, name: str) -> RunView:
+    def _run(self, name: str) -> Run:
         """Return a run by its id, or a trial as SWEEP/7; a name never is a path. Raises RunNotFound."""
         view = None
         if _NAME.fullmatch(name):
@@ -111,10 +111,10 @@ class Site:
                 found = self._sweep(sweep)
                 ids = [trial.run_ids for trial in found.record.trials if trial.number == int(number)]
                 runs, run_id = found.trials, next((own[-1] for own in ids if own), "-")
-            view = runs.find_exact(run_id, NeededFiles.REPORT)
+            view = runs.get(run_id)
         if view is None:
             raise RunNotFound(f"there is no run {name} in {self._runs.where}")
-        return view
+        return view.fetch(*FILES)
 
     def _sweep(self, name: str) -> FoundSweep:
         found = find_sweep(self._runs_dir, name) if _NAME.fullmatch(name) else None

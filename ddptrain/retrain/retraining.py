@@ -47,12 +47,12 @@ from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.layout import BEST, new_run_id
-from ddptrain.results.lookup import RunView, find_checkpoint
+from ddptrain.results.run import MODEL, Run
 from ddptrain.results.run_record import root_cause, utc_now
-from ddptrain.results.runs import NeededFiles, open_runs_dir
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
-from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
+from ddptrain.retrain.fingerprint import config_digest, difference, look_at_data, names_data
 from ddptrain.retrain.messages import compose, events_to_report, known_states
 from ddptrain.retrain.start import ModelLock, RetrainOptions, StageOutput
 
@@ -152,7 +152,7 @@ class Retraining:
             self._train()
         if not self._is_done(Stage.PROMOTE):
             runs = open_runs_dir(self.resolved.config.results.dir)
-            view = runs.find(self.record.run_id, NeededFiles.MODEL)
+            view = runs.find(self.record.run_id).fetch(*MODEL)
             if not self._is_done(Stage.EVALUATE):
                 self._evaluate(view)
             if not self._is_done(Stage.GATE):
@@ -171,7 +171,7 @@ class Retraining:
             target = find_target(self.resolved.config.results.dir, other.run_id)
             driver = target.look().record.driver
 
-            def look() -> RunView:
+            def look() -> Run:
                 if (view := target.look()).record.driver != driver:
                     raise RunNotFound(f"run {view.run_id} was continued by {view.record.driver.description}")
                 return view
@@ -242,7 +242,7 @@ class Retraining:
         self.record = earlier
         changes: dict[str, Any] = {}
         if self._is_done(Stage.TRAIN) and not self._is_done(Stage.PROMOTE):
-            if open_runs_dir(self.resolved.config.results.dir).find_exact(earlier.run_id, NeededFiles.NOTHING) is None:
+            if open_runs_dir(self.resolved.config.results.dir).get(earlier.run_id) is None:
                 self.out.warn(f"run {earlier.run_id} has been deleted; training again")
                 changes = {"stage": Stage.CHECK_DATA, "run_id": new_run_id(self.resolved.config.name)}
             elif self._is_done(Stage.EVALUATE) and self._champion() != earlier.champion:
@@ -304,41 +304,31 @@ class Retraining:
             StoreError: a source cannot be listed.
         """
         champion, force = self._champion(), self.options.force
-        before = self._listing_before(champion)
+        trained = [each for each in self.earlier if each.n_files and each.status in _TRAINED]
+        before = next((each for each in trained if each.version == champion), next(iter(trained), None))
         with self.signals.interrupting():
-            listing = list_data(self.resolved)
-        changes = difference(before, listing) if before is not None else []
+            found = look_at_data(self.resolved)
+        changes = difference(before, found) if before is not None else []
         has_sources, built_in = names_data(self.resolved), is_built_in(self.resolved.config.workload)
-        if problem := plan.data_problem(before, listing, has_sources=has_sources):
+        if problem := plan.data_problem(before, found, has_sources=has_sources):
             if not force:
                 raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
             self.out.warn(f"{problem}; training anyway, because of --force")
         if has_sources:
             changed = ", ".join(changes) or "unchanged" if before else "there is no earlier listing to compare with"
-            text = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes; {changed}"
+            text = f"{counted(found.n_files, found.noun)}, {found.size_bytes:,} bytes; {changed}"
         else:
             text = "built-in data" if built_in else "data.sources is empty, so changes of the data cannot be seen"
-        n_files, size_bytes = len(listing.files), listing.size_bytes
-        self.out.stage(Stage.CHECK_DATA, text, difference=changes, files=n_files, size_bytes=size_bytes)
-        about: dict[str, Any] = {"champion": champion, "n_files": n_files, "size_bytes": size_bytes}
-        self.record = replace(self.record, data=listing.digest, **about)
-        same = plan.unchanged(self.earlier, champion, self.record.config, listing.digest, self.settings)
+        size: dict[str, Any] = {"n_files": found.n_files, "size_bytes": found.size_bytes}
+        self.out.stage(Stage.CHECK_DATA, text, difference=changes, files=found.n_files, size_bytes=found.size_bytes)
+        self.record = replace(self.record, champion=champion, data=found.digest, classes=found.classes, **size)
+        same = plan.unchanged(self.earlier, champion, self.record.config, found.digest, self.settings)
         if same and (has_sources or built_in) and not self.record.run_id and not force:
             return self._unchanged(same)
         if self.options.dry_run:
             return self._would("train")
         self.record = replace(self.record, run_id=self.record.run_id or new_run_id(self.resolved.config.name))
-        self._update(difference=tuple(changes))
-        self.records.write_listing(self.record.number, listing.to_bytes())
-        self._update(stage=Stage.CHECK_DATA)
-        return None
-
-    def _listing_before(self, champion: int | None) -> DataListing | None:
-        """Return the listing of the champion's data, or else that of the last training whose listing is kept."""
-        champions = [each.number for each in self.earlier if champion is not None and each.version == champion]
-        for number in [*champions, *self.records.listed()]:
-            if (listing := DataListing.from_bytes(self.records.listing(number))) is not None:
-                return listing
+        self._update(stage=Stage.CHECK_DATA, difference=tuple(changes))
         return None
 
     def _unchanged(self, reason: str) -> RetrainRecord:
@@ -388,7 +378,7 @@ class Retraining:
 
     # --- evaluate, gate, promote ---
 
-    def _evaluate(self, view: RunView) -> None:
+    def _evaluate(self, view: Run) -> None:
         """Score the candidate and the champion.
 
         With an evaluation function both are scored on the same held-out data, by the ranks. Otherwise the metrics are
@@ -398,7 +388,7 @@ class Retraining:
 
         config, champion = self.resolved.config, self._champion()
         version, notes = None, []
-        targets = [EvaluationTarget("candidate", view.layout.root)]
+        targets = [EvaluationTarget("candidate", view.root)]
         if champion is not None:
             try:
                 version = self.registry.version(self.model, champion)
@@ -411,7 +401,7 @@ class Retraining:
             found = evaluate(self.resolved, targets, output=self.options.output)
             found = replace(found, notes=(*notes, *found.notes))
         else:
-            scores: dict[str, Mapping[str, float]] = {"candidate": verify(find_checkpoint(view.layout, BEST)).metrics}
+            scores: dict[str, Mapping[str, float]] = {"candidate": verify(view.checkpoint(BEST)).metrics}
             if version is not None:
                 scores["champion"] = version.evaluation or version.metrics
                 notes.append("metrics of the trainings, as there is no evaluate function")
@@ -431,7 +421,7 @@ class Retraining:
         self.out.stage(Stage.GATE, text, passed=passed, conditions=outcomes)
         self._update(stage=Stage.GATE, gate=outcomes)
 
-    def _promote(self, view: RunView) -> None:
+    def _promote(self, view: Run) -> None:
         """Add the candidate as a version, also if it was rejected; make it the champion if it has passed.
 
         Raises UsageError if another process has changed the champion: then the next start evaluates again.
@@ -440,31 +430,27 @@ class Retraining:
         known = {"data": record.data, "held_out": record.held_out, "config": record.config}
         evaluation = record.scores.get("candidate", {})
         version = add_run(registry, self.model, view, BEST, evaluation=evaluation, **known).version
-        passed = plan.passed(record.gate)
-        anyway = "" if passed else self.options.promote_anyway
-        if passed or anyway:
+        if plan.passed(record.gate):
             reason = f"retraining {record.number}" + (f" for {record.slot}" if record.slot else "")
-            reason += f"; rejected by the gate, promoted anyway: {anyway}" if anyway else ""
             registry.promote(self.model, version, reason, expected=record.champion)
-            text = f"version {version} is the champion" + (", although the gate rejected it" if anyway else "")
+            text = f"version {version} is the champion"
         else:
             registry.reject(self.model, version, "; ".join(rule.reason for rule in record.gate if not rule.passed))
             text = f"version {version} is kept; "
             text += f"version {record.champion} stays the champion" if record.champion else "no champion"
         self.out.stage(Stage.PROMOTE, text, version=version)
-        self._update(stage=Stage.PROMOTE, version=version, promoted_anyway=bool(anyway))
+        self._update(stage=Stage.PROMOTE, version=version)
 
     def _outcome(self) -> RetrainRecord:
         """Return the end of a retraining whose stage "promote" is complete."""
         record = self.record
         passed = plan.passed(record.gate)
-        if passed or record.promoted_anyway:
-            reasons = "; ".join(rule.reason for rule in record.gate)
-            reason = f"version {record.version} is the champion ({'' if passed else 'promoted anyway; '}{reasons})"
+        reasons = "; ".join(rule.reason for rule in record.gate if passed or not rule.passed)
+        if passed:
+            reason = f"version {record.version} is the champion ({reasons})"
             return self._ended(RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, reason)
-        failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
         champion = f"version {record.champion} stays the champion" if record.champion else "there is no champion"
-        reason = f"version {record.version} was rejected, {champion}: {failed}"
+        reason = f"version {record.version} was rejected, {champion}: {reasons}"
         return self._ended(RetrainStatus.REJECTED, ExitCode.REJECTED, reason)
 
     # --- notify, clean up ---
@@ -545,12 +531,11 @@ class Retraining:
             return
         from ddptrain.reports.facts import RunReport
 
-        view: RunView | None = None
+        view: Run | None = None
         try:
             if end.run_id:
                 runs = open_runs_dir(self.resolved.config.results.dir)
-                view = runs.find(end.run_id, NeededFiles.METRICS)
-                view = view if view.record.failure is None else runs.find(end.run_id, NeededFiles.LOGS)
+                view = runs.find(end.run_id)
         except (DdptrainError, OSError) as error:  # the report has the reason of the end all the same
             _log.warning("run cannot be reported", run=end.run_id, error=error)
         name, secrets, exit_code = self.resolved.config.name, self.resolved.secrets, end.exit_code or 0

@@ -17,7 +17,7 @@ from ddptrain.log import Log
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.reports.destinations import Reporting
 from ddptrain.results import ownership
-from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
+from ddptrain.results.remote.lease import LOCK, Lease, claim_from
 from ddptrain.results.run_record import as_json_data
 from ddptrain.sanitize import sanitized
 from ddptrain.storage.object_store import ObjectStore
@@ -31,15 +31,13 @@ _TRY_EVERY_S = 1.0
 class RetrainOptions:
     """The options of the command line besides the configuration.
 
-    slot: the scheduled time as resolve_slot (schedule/entries.py) returns it, or "". promote_anyway: the reason to
-    promote a version that the gate rejects, or "".
+    slot: the scheduled time as resolve_slot (schedule/entries.py) returns it, or "".
     """
 
     force: bool = False
     slot: str = ""
     dry_run: bool = False
     output: str = "auto"
-    promote_anyway: str = ""
     full_traceback: bool = False
     all_ranks: bool = False
     reporting: Reporting | None = None
@@ -100,7 +98,7 @@ class ModelLock:
     def __init__(self, registry: Store, model: str) -> None:
         """registry: the folder of all models (ModelRegistry.folder)."""
         self._folder = registry.below(model).below("retrainings")
-        self._lock: ownership.Owner | StoreLock | None = None
+        self._lock: ownership.Owner | Lease | None = None
         self.model = model
         self.lost: DdptrainError | None = None
 
@@ -145,9 +143,9 @@ class ModelLock:
         if self._lock is not None:
             self._lock.assure()
 
-    def _new_lock(self) -> ownership.Owner | StoreLock:
+    def _new_lock(self) -> ownership.Owner | Lease:
         if isinstance(self._folder, ObjectStore):
-            return StoreLock(self._folder)
+            return Lease(self._folder)
         assert isinstance(self._folder, OwnFolder)
         self._folder.make_parent(LOCK)
         return ownership.Owner(self._folder.folder / LOCK)

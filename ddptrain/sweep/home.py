@@ -17,12 +17,13 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.results.checkpoints.verification import metrics_in, parse_manifest
 from ddptrain.results.layout import MANIFEST, check_run_id, checkpoint_folders, new_run_id
-from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import read_series
 from ddptrain.results.remote.checkpoints import CHECKPOINTS
+from ddptrain.results.remote.stored_runs import StoredRun
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import SWEEP
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, RunUpload, open_runs_dir
+from ddptrain.results.runs import LocalRuns, Runs, open_runs_dir
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.sweep_record import choose_sweep, find_sweep
 from ddptrain.storage.store import is_plain, is_url
@@ -37,8 +38,7 @@ class SweepHome:
     """A sweep that this process drives. trials: the runs below it. where: its folder or URL, which holds them."""
 
     writer: RunWriter
-    upload: RunUpload
-    trials: RunsDir
+    trials: Runs
     where: str
 
     @property
@@ -51,26 +51,26 @@ class SweepHome:
         """Its run directory; of a store, the working folder."""
         return self.writer.layout.root
 
-    def find_trial(self, run_id: str) -> RunView | None:
+    def find_trial(self, run_id: str) -> Run | None:
         """Return a trial's run; None if it has not begun. Raises StoreError."""
-        return self.trials.find_exact(run_id, NeededFiles.METRICS)
+        return self.trials.get(run_id)
 
-    def values(self, view: RunView, metric: str) -> dict[float, float]:
+    def values(self, view: Run, metric: str) -> dict[float, float]:
         """Return the values of a metric in a run, by step: that of a checkpoint, else the mean of the ranks.
 
         Values that were logged without a step are counted. Raises StoreError.
         """
         logged: dict[float, list[float]] = defaultdict(list)
-        for (name, _), one in read_series(view.layout.metrics_jsonl).items():
+        for (name, _), one in read_series(view.metrics_jsonl).items():
             for number, (step, value) in enumerate(zip(one.step, one.value, strict=True), 1):
                 if name == metric:
                     logged[float(number if step is None or math.isnan(step) else step)].append(value)
         found = {step: sum(values) / len(values) for step, values in logged.items()}
-        if isinstance(self.trials, LocalRuns):
-            texts = [folder / MANIFEST for folder in checkpoint_folders(view.layout)]
+        if not isinstance(view, StoredRun):
+            texts = [folder / MANIFEST for folder in checkpoint_folders(view)]
             contents = [path.read_bytes() for path in texts if path.is_file()]
         else:
-            run = self.trials.store.below(view.run_id)
+            run = view.store
             paths = [path for path in run.files(CHECKPOINTS) if path.endswith(f"/{MANIFEST}") and is_plain(path)]
             contents = list(run.read_all(paths).values())
         for manifest in filter(None, map(parse_manifest, contents)):
@@ -99,18 +99,18 @@ def opened(resolved: ResolvedConfig, sweep_id: str | None, *, resume: bool) -> I
             raise UsageError(f"{place}/{sweep_id} exists already; continue it with --resume")
     try:
         folder = runs.folder.absolute() / (sweep_id or new_run_id(config.name))
-        with runs.keeping(folder.name, resumed=resume) as upload:
+        with runs.claim(folder.name, resumed=resume) as upload:
             if resume:
                 check_same(folder, resolved)
                 writer = RunWriter.reopen(folder, resolved.yaml_text)
             else:
                 about = (config.name, resolved.yaml_text, config.workload_name)
                 writer = RunWriter.create(folder.parent, folder.name, *about, kind=SWEEP)
-            writer.secrets = resolved.secrets
+            writer.secrets, writer.upload = resolved.secrets, upload
             with writer:
                 local = isinstance(runs, LocalRuns)
                 where = str(folder) if local else f"{place.rstrip('/')}/{folder.name}"
-                yield SweepHome(writer, upload, open_runs_dir(where), where)
+                yield SweepHome(writer, open_runs_dir(where), where)
     except RunLocked as error:
         raise RunLocked(str(error).replace("--run-id", "--sweep-id").replace("run ", "sweep ", 1)) from error
 

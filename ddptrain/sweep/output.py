@@ -11,7 +11,7 @@ from typing import Any
 
 from ddptrain import text_tables
 from ddptrain.config.wording import counted
-from ddptrain.results.lookup import time_text
+from ddptrain.results.run import time_text
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState
 
 _MOST_ROWS = 20  # of the table at the end

@@ -23,7 +23,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
@@ -33,7 +33,7 @@ from ddptrain.notify.run_messages import RunMessages
 from ddptrain.notify.sender import missing_variables
 from ddptrain.optional_packages import require
 from ddptrain.results.log_file import driver_log
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
 from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
@@ -133,12 +133,12 @@ class Sweep:
         def rows(status: str, elapsed_s: float, height: int) -> list[str]:
             return output.live_rows(self.record, self._shown(), status, elapsed_s, height)
 
-        self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
+        self.display: Display = Display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
 
         def lost(error: DdptrainError) -> None:
             inbox.put(ResultsLost(error))
 
-        home.upload.begin(lambda text: self.display.notice(text, level="warning"), lost)
+        home.writer.begin_upload(lambda text: self.display.notice(text, level="warning"), lost)
         home.writer.keep_heartbeat(lost)
 
     def run(self) -> int:
@@ -285,7 +285,7 @@ class Sweep:
         """Record the point that was chosen last, also in the store; return False if the sweep ends before."""
         self._save(now=True)
         while not self.ending:
-            if not (why := self.home.upload.flush(_UPLOAD_S)):
+            if not (why := self.home.writer.finish_upload(_UPLOAD_S)):
                 return True
             _log.info("waiting for the upload of a point", reason=why)
             self._take_message(0.0)
@@ -371,7 +371,7 @@ class Sweep:
         lines = output.summary_lines(record, self.home.where)
         self.display.close(lines, output.last_event(record, self.home.where))
         if self.messages is not None:
-            self.messages.on_end(RunView(self.home.writer.layout, self.home.writer.record))
+            self.messages.on_end(Run(self.home.writer.layout.root, self.home.writer.record))
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:

@@ -20,7 +20,7 @@ from ddptrain.driver.inbox import Inbox
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.sweep_record import TrialRecord, TrialState
 from ddptrain.sweep.home import SweepHome
@@ -168,7 +168,7 @@ class Trial:
                 _log.info("run is locked", trial=self.record.number, reason=error)
                 self._asked_to_end.wait(_LOCKED_PAUSE_S)
 
-    def _judge(self, view: RunView) -> None:
+    def _judge(self, view: Run) -> None:
         """Take the result of a run that has ended."""
         record = self.record
         values = self.plan.home.values(view, self.plan.metric)
@@ -200,7 +200,7 @@ class Trial:
         self.exit_code = int(exit_code) or int(ExitCode.TRAINING_FAILED)
 
 
-def _has_result(view: RunView) -> bool:
+def _has_result(view: Run) -> bool:
     """Return whether a run has ended with a result of its point, not because of a lost worker or the like."""
     if view.status == RunStatus.SUCCEEDED:
         return True
@@ -260,7 +260,7 @@ class MetricStream:
             case {"event": "notice" | "message", "message": text, "level": "warning" | "error"}:
                 _log.info("notice of a trial", trial=trial.record.number, message=text)
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Do nothing."""
 
     def _number(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:

@@ -7,12 +7,14 @@ import json
 import re
 import signal
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.contract.conftest import Project
+from tests.servers.seaweed import seaweed
 from tests.support.command import Running
 
 WORK = """
@@ -27,14 +29,14 @@ WORK = """
             print(f"at step {step}", flush=True)
             if (Path(folder) / "go").exists():
                 return
-            time.sleep(0.02)
+            time.sleep(0.1)
 """
 RUN = "toy-20260101-000000-0001"
 
 
-def start_ui(project: Project, *options: str) -> tuple[Running, str]:
+def start_ui(project: Project, *options: str, env: Mapping[str, str] | None = None) -> tuple[Running, str]:
     """Start the server; return it with its address."""
-    ui = project.start("ui", "--no-browser", *options)
+    ui = project.start("ui", "--no-browser", *options, env=env)
     ui.wait_for("(Ctrl-C ends this)")
     found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", ui.stdout)
     assert found, ui.stdout
@@ -44,7 +46,7 @@ def start_ui(project: Project, *options: str) -> tuple[Running, str]:
 def get(url: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
     """Ask for an address: status, headers and body of the answer."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection("127.0.0.1", parts.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", parts.port, timeout=100)
     connection.request(method, f"{parts.path}?{parts.query}", headers=headers)
     answer = connection.getresponse()
     body = answer.read().decode()
@@ -57,6 +59,13 @@ def write_run(project: Project) -> None:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"run_id": RUN, "workload": "<b>toy</b>", "status": "succeeded"}))
     (folder / "metrics.jsonl").write_text('{"time_s": 1, "step": 1, "rank": 0, "val/loss": 0.5}\n')
+    trial = project.folder / "runs" / "tune" / "tune-0003"
+    trial.mkdir(parents=True)
+    (trial / "run.json").write_text(json.dumps({"run_id": "tune-0003", "status": "failed"}))
+    about = {"format": 1, "sweep_id": "tune", "name": "tune", "source": "", "started_at": "", "status": "succeeded"}
+    trials = [{"number": 3, "params": {"lr": 0.1}, "state": "failed", "run_ids": ["tune-0003"]}]
+    (trial.parent / "run.json").write_text(json.dumps({"run_id": "tune", "kind": "sweep", "status": "succeeded"}))
+    (trial.parent / "sweep.json").write_text(json.dumps({**about, "space": {"lr": {"kind": "log"}}, "trials": trials}))
 
 
 def test_only_who_has_the_address_gets_an_answer(project: Project) -> None:
@@ -92,6 +101,9 @@ def test_only_who_has_the_address_gets_an_answer(project: Project) -> None:
         assert get(f"{url}?run={outside}")[0] == HTTPStatus.NOT_FOUND, outside
     assert get(f"{url}?sweep=../secret")[0] == HTTPStatus.NOT_FOUND
 
+    assert 'href="?run=tune/3"' in get(f"{url}?sweep=tune")[2]
+    assert "Run tune-0003" in get(f"{url}?run=tune/3")[2]
+
     before = {path: path.stat().st_mtime_ns for path in (project.folder / "runs").rglob("*")}
     assert get(f"{url}?compare={RUN}&compare={RUN}")[0] == get(f"{url}?models")[0] == HTTPStatus.OK
     assert {path: path.stat().st_mtime_ns for path in (project.folder / "runs").rglob("*")} == before
@@ -103,7 +115,7 @@ def test_only_who_has_the_address_gets_an_answer(project: Project) -> None:
 
 def test_page_of_a_running_run_is_updated_until_its_end(project: Project) -> None:
     config = project.function(WORK, params={"folder": str(project.folder)})
-    training = project.start("train", config, "--ranks", "2")
+    training = project.start("train", config, "--ranks", "1")
     training.wait_for("at step 5")
     (run,) = project.run_directories()
     ui, url = start_ui(project)
@@ -123,7 +135,7 @@ def test_page_of_a_running_run_is_updated_until_its_end(project: Project) -> Non
 
     (project.folder / "go").touch()
     assert training.finish().rc == 0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not (last := news(str(first["version"])))["ended"]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -135,3 +147,18 @@ def test_page_of_a_running_run_is_updated_until_its_end(project: Project) -> Non
     assert (done.rc, done.stderr) == (0, "")
     with pytest.raises(ConnectionError):
         get(url)
+
+
+@pytest.mark.long  # the other tests read a folder with the same code
+def test_runs_of_an_object_store_are_shown(project: Project) -> None:
+    (project.folder / "seaweed").mkdir()
+    with seaweed(project.folder / "seaweed", "bucket") as environment:
+        config = project.function(WORK, params={"folder": str(project.folder)}, results={"dir": "s3://bucket/runs"})
+        (project.folder / "go").touch()
+        project("train", config, "--run-id", RUN, env=environment, rc=0)
+        ui, url = start_ui(project, "--runs-dir", "s3://bucket/runs", env=environment)
+        assert f'href="?run={RUN}"' in get(url)[2]
+        page = get(f"{url}?run={RUN}")[2]
+        assert "s3://bucket/runs" in page
+        assert "at step 1" in page
+        ui.kill_group()

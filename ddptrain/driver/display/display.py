@@ -6,33 +6,38 @@ ranks, and the memory does not grow with the amount of output.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from ddptrain import log
 from ddptrain.driver.display.live import LiveRenderer, OtherRows
-from ddptrain.driver.display.logs import ShownLines
 from ddptrain.driver.display.renderers import JsonRenderer, PlainRenderer, Renderer
 from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
 from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, notice, wants_colour
 from ddptrain.results.log_tail import READ_BYTES, LogLine, LogTail
 
 if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
 MAX_WAITING = 50_000  # facts kept while the output is not read; further numbers and lines of our log are dropped
 CLOSE_DEADLINE_S = 10.0
 MIN_RANKS = 17  # from this number of ranks on, the display shows rank 0, and what other ranks print besides
+HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s
+MAX_HELD_CHARS = 1 << 20
+MAX_KNOWN = 100_000  # lines; after that, equal lines may be shown again
+TRACEBACK = "Traceback (most recent call last):"
+MAX_TRACEBACK_LINES, MAX_TRACEBACKS = 1000, 100
 _LAST_WRITE_S = 0.2
 _FEW_LOGS = 64  # up to this number, all logs are checked each time
 _ALL_LOGS_S = 2.0
@@ -43,20 +48,35 @@ class Display:
 
     def __init__(
         self,
-        renderer: Renderer,
-        stdout: Stream,
-        stderr: Stream,
+        mode: str,
         logs_dir: Path,
+        run_id: str,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        environ: Mapping[str, str] = os.environ,
         *,
-        groups_ranks: bool = False,
-        summary: Callable[[RunView], Sequence[str]] = summary_lines,
+        all_ranks: bool = False,
+        stage: str = "",
+        rows: OtherRows | None = None,
+        elapsed_s: float = 0.0,
     ) -> None:
-        """`groups_ranks`: of many ranks rank 0 and whatever differs is shown.
+        """Start a display that follows logs_dir/rank-<r>.log of every rank, and shows what ddptrain logs to stderr.
 
-        `summary`: returns the last lines for a run.
+        mode: "auto", "live", "plain" or "json"; "live" without a terminal is "plain". From 17 ranks on, rank 0 is shown
+        and whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`, unless it is
+        "". `rows` returns other rows than those of the ranks. `elapsed_s`: how long the run has already been running.
+        Raises UsageError for an unknown mode.
         """
-        self._renderer, self._stdout, self._stderr, self._logs_dir = renderer, stdout, stderr, logs_dir
-        self._groups_ranks, self._summary = groups_ranks, summary
+        out, err = self._stdout, self._stderr = Stream(stdout or sys.stdout), Stream(stderr or sys.stderr)
+        mode = choose_mode(mode, out.is_terminal, environ)
+        colour = wants_colour(out.is_terminal, environ)
+        self._renderer: Renderer = PlainRenderer(out, err, colour)
+        if mode == "json":
+            self._renderer = JsonRenderer(out, err, stage)
+        elif mode == "live":
+            self._renderer = LiveRenderer(out, err, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
+        self._logs_dir, self._groups_ranks = logs_dir, not all_ranks and mode != "json"
+        self._summary = evaluation_lines if stage else summary_lines
         self._lines = ShownLines()
         self._tails: dict[int, LogTail] = {}
         self._bars: dict[
@@ -71,17 +91,13 @@ class Display:
         self._end: tuple[Sequence[str], Mapping[str, Any]] | None = None  # set by `close`
         self._failed = ""
         self._thread = threading.Thread(target=self._run, name="ddptrain-display", daemon=True)
+        self._thread.start()
+        log.divert(self._log_line)
 
     @property
     def broken(self) -> bool:
         """Whether nothing can be shown any more: the reader has closed stdout, or the display itself has failed."""
         return bool(self._stdout.broken or self._failed)
-
-    def start(self) -> Self:
-        """Start the display's thread, which also shows what ddptrain logs to stderr."""
-        self._thread.start()
-        log.divert(self._log_line)
-        return self
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Show an event. Numbers of ranks, the use of hosts and silences are left out if the output is not read."""
@@ -103,7 +119,7 @@ class Display:
         """Show a message, of level "info", "warning" or "error", without a line in events.jsonl."""
         self.on_event({"event": "notice", "time_s": round(time.time(), 3), "level": level, "message": text})
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Show every log up to its size now, and the end of the run."""
         self.close(self._summary(run), finished_event(run))
 
@@ -283,37 +299,63 @@ class Display:
             self._write_last(notice(f"{text}, its logs are in {self._logs_dir}"))
 
 
-def open_display(
-    mode: str,
-    logs_dir: Path,
-    run_id: str,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    environ: Mapping[str, str] | None = None,
-    *,
-    all_ranks: bool = False,
-    stage: str = "",
-    rows: OtherRows | None = None,
-    elapsed_s: float = 0.0,
-) -> Display:
-    """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
+# --- which lines of ranks are shown: all of them, or of many ranks those of rank 0 and what differs ---
 
-    "live" without a terminal is "plain". Ranks in lockstep share a row, and from 17 ranks on, rank 0 is shown and
-    whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "".
-    `rows` returns other rows than those of the ranks. `elapsed_s`: how long the run has already been running. Raises
-    UsageError for an unknown mode.
+
+class ShownLines:
+    """Passes on all lines, but of a traceback that another rank has printed before only the last one.
+
+    With `groups` those of rank 0, and each line of other ranks that no rank before has printed. The lines of each rank
+    keep their order. A line that a rank repeats is shown again, unless another rank was first.
     """
-    environ = os.environ if environ is None else environ
-    out, err = Stream(stdout or sys.stdout), Stream(stderr or sys.stderr)
-    colour = wants_colour(out.is_terminal, environ)
-    renderer: Renderer
-    match choose_mode(mode, out.is_terminal, environ):
-        case "json":
-            renderer = JsonRenderer(out, err, stage)
-        case "plain":
-            renderer = PlainRenderer(out, err, colour)
-        case _:
-            renderer = LiveRenderer(out, err, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
-    groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
-    lines = evaluation_lines if stage else summary_lines
-    return Display(renderer, out, err, logs_dir, groups_ranks=groups_ranks, summary=lines).start()
+
+    def __init__(self, *, groups: bool = False) -> None:
+        self.groups = groups
+        self._open: dict[int, list[LogLine]] = {}  # rank -> a traceback whose last line is missing
+        self._tracebacks: dict[tuple[LogLine, ...], int] = {}  # the rank that has printed it first
+        self._first: dict[int, int] = {}  # hash of a line -> the rank that has printed it first, or 0
+        self._held: deque[tuple[float, int, LogLine]] = deque()
+        self._chars = 0
+
+    def add(self, rank: int, lines: Sequence[LogLine], now_s: float) -> Sequence[LogLine]:
+        """Add lines that a rank has printed, at a monotonic time in seconds; return those to show now."""
+        if not self.groups:
+            return [shown for line in lines for shown in self._in_traceback(rank, line)]
+        if len(self._first) > MAX_KNOWN:
+            self._first.clear()
+        if rank == 0:
+            self._first.update((hash(line), 0) for line in lines)
+            return lines
+        self._held.extend((now_s, rank, line) for line in lines)
+        self._chars += sum(len(line.text) for line in lines)
+        return ()
+
+    def due(self, now_s: float) -> Iterator[tuple[int, Sequence[LogLine]]]:
+        """Yield ranks and the lines to show of those that were held long enough; at infinity of all."""
+        for rank, lines in itertools.groupby(self._taken(now_s), lambda item: item[0]):
+            yield rank, [line for _, line in lines]
+        while self._open and now_s == math.inf:
+            yield self._open.popitem()
+
+    def _in_traceback(self, rank: int, line: LogLine) -> Sequence[LogLine]:
+        """Hold a traceback until its last line, the exception: the first line that is not indented."""
+        if (held := self._open.get(rank)) is None:
+            if line.text != TRACEBACK:
+                return (line,)
+            self._open[rank] = [line]
+            return ()
+        held.append(line)
+        if line.text[:1] in ("", " ") and len(held) < MAX_TRACEBACK_LINES:
+            return ()
+        del self._open[rank]
+        if len(self._tracebacks) >= MAX_TRACEBACKS:
+            self._tracebacks.clear()
+        first = self._tracebacks.setdefault(tuple(held), rank)
+        return held if first == rank else [LogLine(f"{line.text} (the traceback is that of rank {first})", line.ended)]
+
+    def _taken(self, now_s: float) -> Iterator[tuple[int, LogLine]]:
+        while self._held and (now_s - self._held[0][0] >= HOLD_S or self._chars > MAX_HELD_CHARS):
+            _, rank, line = self._held.popleft()
+            self._chars -= len(line.text)
+            if self._first.setdefault(hash(line), rank) == rank:
+                yield rank, line

@@ -1,5 +1,6 @@
 // One chart: uPlot, with values at the pointer, zoom by dragging (also on a touch screen), and control by keyboard.
 const COLOURS = 10;
+const STEPS = Array.from({ length: 33 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // between ticks
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 
 function html(name, attributes, text, parent) {
@@ -109,7 +110,7 @@ class Chart {
       legend: { show: false },
       padding: [8, 14, 0, 0],
       scales: { x: { time: false, range: () => this.zoom || this.range() }, y: { distr: this.log ? 3 : 1, range: padded } },
-      axes: [{ ...axis, grid: { show: false }, values, label: this.xLabel, labelSize: 16, labelFont: axis.font, size: 26 }, { ...axis, values, size: 62, ...(this.log ? { splits: logTicks, filter: (plot, ticks) => ticks } : {}) }],
+      axes: [{ ...axis, grid: { show: false }, values, incrs: this.xLabel === "step" ? STEPS : undefined, label: this.xLabel, labelSize: 16, labelFont: axis.font, size: 26 }, { ...axis, values, size: 62, ...(this.log ? { splits: logTicks, filter: (plot, ticks) => ticks } : {}) }],
       series: [{}, ...drawn.map((line) => ({
         stroke: colour(`--c${line.colour % COLOURS}`),
         width: line.faint ? 1 : 1.7,

@@ -101,6 +101,7 @@ async function load() {
     data.curves.push(...news.curves.map((curve) => ({ ...curve, run })));
     if (run % 10 === 0 || run === data.runs.length - 1) curves.show(data);
   }
+  contents();
 }
 
 // The table of contents: the titles with an anchor.

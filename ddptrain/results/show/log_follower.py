@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from ddptrain.errors import RunNotFound
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.log_tail import LogTail
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.run import Run
 
 _POLL_S = 0.1
-_STATUS_EVERY_S = 0.5
 
 
 def final_text(line: str) -> str:
@@ -23,38 +21,44 @@ def final_text(line: str) -> str:
     return shown
 
 
-def show_logs(view: RunView, rank: int | None = None, lines: int | None = None) -> Iterator[str]:
+def show_logs(view: Run, rank: int | None = None, lines: int | None = None) -> Iterator[str]:
     """Yield the lines of every rank, or of one; only the last `lines` of each, if given. Several ranks have a prefix.
 
     Raises RunNotFound if the run has no log of that rank.
     """
-    return follow_logs(view, rank, lines, is_running=lambda: False)
+    return _logs(lambda: view, rank, lines, lambda run: False, time.sleep)
 
 
 def follow_logs(
-    view: RunView,
-    rank: int | None = None,
-    lines: int | None = None,
-    *,
-    is_running: Callable[[], bool] | None = None,
-    wait: Callable[[float], None] = time.sleep,
+    view: Run, rank: int | None = None, lines: int | None = None, *, wait: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
     """Like show_logs(), then yield each new line until the run has ended.
 
     Raises RunNotFound if the run has ended and has no log of that rank.
     """
-    layout = view.layout
-    still_running = is_running or _status_of(layout)
-    several = max(view.record.world_size, len(layout.logs())) > 1
-    prefixed = rank is None and (several or view.record.world_size == 0)  # 0: not known before the ranks start
+    look = view.follow("logs/rank-*.log" if rank is None else f"logs/rank-{rank}.log")
+    return _logs(look, rank, lines, lambda run: run.is_running, wait)
+
+
+def _logs(
+    look: Callable[[], Run],
+    rank: int | None,
+    lines: int | None,
+    goes_on: Callable[[Run], bool],
+    wait: Callable[[float], None],
+) -> Iterator[str]:
     tails: dict[int, LogTail] = {}
-    running = True
+    running, prefixed = True, False
     while running:
-        running = still_running()  # before the last read: all that was printed before the end is then read
-        for number, path in layout.logs().items():
+        run = look()
+        running = goes_on(run)  # before the last read: all that was printed before the end is then read
+        if lines is not None or not tails:
+            world_size = run.record.world_size  # 0: not known before the ranks start
+            prefixed = rank is None and (max(world_size, len(run.logs())) > 1 or world_size == 0)
+        for number in run.logs():
             if rank in (None, number):
                 # `lines` applies to logs that exist at the start; all lines of a later one are new.
-                tails.setdefault(number, LogTail(path, lines))
+                tails.setdefault(number, LogTail(run.log(number), lines))
         lines = None
         for number, tail in tails.items():
             prefix = f"[rank {number}] " if prefixed else ""
@@ -64,20 +68,6 @@ def follow_logs(
         if running:
             wait(_POLL_S)
     if rank is not None and not tails:
-        numbers = ", ".join(map(str, layout.logs()))
+        numbers = ", ".join(map(str, run.logs()))
         has = f"it has logs of ranks {numbers}" if numbers else "it has no logs"
-        raise RunNotFound(f"run {view.run_id} has no log of rank {rank}; {has}")
-
-
-def _status_of(layout: RunLayout) -> Callable[[], bool]:
-    """Return a function that says whether the run is running, without reading run.json at every poll."""
-    asked_at, running = float("-inf"), True
-
-    def is_running() -> bool:
-        nonlocal asked_at, running
-        if time.monotonic() - asked_at >= _STATUS_EVERY_S:
-            running = load_run(layout.root).is_running
-            asked_at = time.monotonic()
-        return running
-
-    return is_running
+        raise RunNotFound(f"run {run.run_id} has no log of rank {rank}; {has}")

@@ -15,15 +15,15 @@ from ddptrain.reports.artifacts import read_artifacts
 from ddptrain.reports.curves import MEAN, page_data, read_lines, thinned
 from ddptrain.reports.page import RunCard, SweepTable, page_json, runs_page, safe_text
 from ddptrain.reports.timeline import read_timeline
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
 from tests.unit.reports.runs import failed_run, run
 
 
-def logged(view: RunView, *lines: dict[str, Any]) -> RunView:
+def logged(view: Run, *lines: dict[str, Any]) -> Run:
     """Write metrics.jsonl; the run began at 0 s."""
     text = "".join(json.dumps({"time_s": 1.0, "rank": 0, **line}) + "\n" for line in lines)
-    view.layout.metrics_jsonl.write_text(text)
+    view.metrics_jsonl.write_text(text)
     return view
 
 
@@ -35,7 +35,7 @@ def test_mean_of_the_ranks_is_taken_at_each_step(tmp_path: Path, broken: bool) -
     lines = [{"step": step, "rank": rank, "loss": 1.0 * step + rank} for step in (1, 2) for rank in (0, 1)]
     view = logged(run(tmp_path), *lines, {"step": 3, "rank": 1, "loss": None}, {"step": 3, "rank": 0, "same": 1.0})
     if broken:
-        with view.layout.metrics_jsonl.open("a") as file:
+        with view.metrics_jsonl.open("a") as file:
             file.write('{"time_s"\n[]\n{"rank": "x"}\n')
     mean, *ranks = [line for line in read_lines(view) if line.metric == "loss"]
     assert (mean.rank, [line.rank for line in ranks]) == (MEAN, [0, 1])
@@ -65,7 +65,7 @@ def test_thinned_curve_keeps_ends_peaks_and_gaps(tmp_path: Path) -> None:
 
 def test_wrong_predictions_come_first_and_held_out_ones_before_training(tmp_path: Path) -> None:
     view = run(tmp_path)
-    images, tables = view.layout.artifacts_dir / "images", view.layout.artifacts_dir / "tables"
+    images, tables = view.artifacts_dir / "images", view.artifacts_dir / "tables"
     images.mkdir(parents=True)
     for name in ("a.png", "b.png"):
         Image.new("RGB", (4, 4)).save(images / name)
@@ -73,8 +73,8 @@ def test_wrong_predictions_come_first_and_held_out_ones_before_training(tmp_path
     for name in ("train_predictions", "val_mistakes"):
         (tables / name).mkdir(parents=True)
         (tables / name / "step-5-rank-0.csv").write_text(rows)
-    (view.layout.artifacts_dir / "predictions").mkdir()
-    (view.layout.artifacts_dir / "predictions" / "rank-0.csv").write_text(
+    (view.artifacts_dir / "predictions").mkdir()
+    (view.artifacts_dir / "predictions" / "rank-0.csv").write_text(
         "key,label,prediction,probability\n1,cat,cat,0.9\n2,cat,dog,0.8\n3,dog,dog,nan\n4,cat,dog,0.99\n"
     )
     found = read_artifacts(view, 10)
@@ -113,7 +113,7 @@ def test_time_line_shows_each_attempt_with_its_failure(tmp_path: Path) -> None:
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
     view = run(tmp_path, workload="petnames")
-    view.layout.config_yaml.write_text("workload: petnames\nname: x\nparams: {epochs: 3}\nfailure: {max_restarts: 0}\n")
+    view.config_yaml.write_text("workload: petnames\nname: x\nparams: {epochs: 3}\nfailure: {max_restarts: 0}\n")
     settings = RunCard(view).settings
     assert (settings["params.epochs"][0], settings["workload"]) == ("3", ("petnames", None))
     assert settings["params.epochs"][1] not in ("3", None)
@@ -131,9 +131,9 @@ def test_parameters_of_a_sweep_have_a_place_for_each_trial() -> None:
 
 
 def test_failed_run_has_the_frames_of_the_users_code_and_last_lines(tmp_path: Path) -> None:
-    (card,) = runs_page([failed_run(tmp_path)]).cards
-    assert [(frame.line, frame.function) for frame in card.frames] == [(12, "main"), (4, "step")]
-    assert card.tails[1] == ["step 1", "ValueError: wrong shape"]
+    details = runs_page([failed_run(tmp_path)]).details
+    assert [(frame.line, frame.function) for frame in details["frames"]] == [(12, "main"), (4, "step")]
+    assert details["tails"][1] == ["step 1", "ValueError: wrong shape"]
 
 
 def test_text_stays_text() -> None:

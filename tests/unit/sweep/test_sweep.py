@@ -14,9 +14,8 @@ import pytest
 
 from ddptrain.config.load import load_config, load_mapping
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
-from ddptrain.results.lookup import load_run
+from ddptrain.results.run import Run
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import NoUpload
 from ddptrain.results.sweep_record import TrialState, read_sweep
 from ddptrain.sweep.home import check_same
 from ddptrain.sweep.output import summary_lines, trial_line
@@ -47,7 +46,7 @@ def test_every_trial_is_a_run_and_the_best_one_becomes_a_configuration(sweeper: 
         ({"params.lr": 1}, 1.25, 4),
         ({"params.lr": 2}, 2.25, 4),
     ]
-    assert [load_run(folder / each.run_ids[0]).status for each in record.trials] == ["succeeded"] * 3
+    assert [Run(folder / each.run_ids[0]).status for each in record.trials] == ["succeeded"] * 3
     best = load_config(folder / "best.yaml")
     assert best.config.params == {"lr": 1} and best.config.sweep is None
     assert best.config.results.dir == str(sweeper.folder) and best.config.name == "stub"
@@ -67,7 +66,7 @@ def test_trials_that_are_worse_are_ended_early(sweeper: Sweeper) -> None:
     record = read_sweep(sweeper.folder / "s")
     assert [str(each.state) for each in record.trials] == ["complete", "pruned", "pruned"]
     assert record.trials[1].step == 1 and record.trials[1].value == 3.0
-    assert load_run(sweeper.folder / "s" / "s-0001").status == "preempted"
+    assert Run(sweeper.folder / "s" / "s-0001").status == "preempted"
 
 
 def test_a_sweep_without_a_complete_trial_says_so(sweeper: Sweeper, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +211,7 @@ def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
 
 def test_a_sweep_that_loses_its_store_saves_and_ends(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[Any] = []
-    monkeypatch.setattr(NoUpload, "begin", lambda upload, warn, loss: lost.append(loss))
+    monkeypatch.setattr(RunWriter, "begin_upload", lambda upload, warn, loss: lost.append(loss))
 
     def taken(params: dict[str, Any], run: StubRun) -> str:
         if len(sweeper.begun) == 2:
@@ -230,11 +229,11 @@ def test_no_trial_begins_before_its_point_is_in_the_store(sweeper: Sweeper, monk
     answers = ["it took too long", "it took too long", ""]
     begun_at: list[int] = []
 
-    def upload(upload: NoUpload, within_s: float) -> str:
+    def upload(upload: RunWriter, within_s: float) -> str:
         begun_at.append(len(sweeper.begun))
         return answers.pop(0) if answers else ""
 
-    monkeypatch.setattr(NoUpload, "flush", upload)
+    monkeypatch.setattr(RunWriter, "finish_upload", upload)
     sweeper.workload = follows_lr
     assert sweeper.run(sweeper.config(trials=1)) == 0
     assert begun_at == [0, 0, 0] and len(sweeper.begun) == 1

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ddptrain.errors import UsageError
-from ddptrain.rank.checkpoint.weights import check_workload, checkpoint_folder, load_checkpoint
+from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint
 from ddptrain.workloads.images.model.build_model import build
 from ddptrain.workloads.images.params import architectures
 from ddptrain.workloads.images.prediction_tables import answer_names

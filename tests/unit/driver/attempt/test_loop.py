@@ -17,7 +17,7 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver import inbox as messages
 from ddptrain.driver.attempt import Attempt, AttemptLoop, now
-from ddptrain.driver.display.display import Display, open_display
+from ddptrain.driver.display.display import Display
 from ddptrain.driver.fault import FaultKind
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
@@ -89,7 +89,7 @@ def writer(tmp_path: Path) -> Iterator[RunWriter]:
 
 @pytest.fixture
 def display(writer: RunWriter) -> Iterator[Display]:
-    with open_display("plain", writer.layout.logs_dir, "many", stdout=io.StringIO()) as opened:
+    with Display("plain", writer.layout.logs_dir, "many", stdout=io.StringIO()) as opened:
         opened.on_event({"event": "ranks", "count": _RANKS, "offsets": {}, "hidden": ()})
         yield opened
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display.logs import HOLD_S, MAX_HELD_CHARS, ShownLines
+from ddptrain.driver.display.display import HOLD_S, MAX_HELD_CHARS, ShownLines
 from ddptrain.results.log_tail import LogLine
 
 

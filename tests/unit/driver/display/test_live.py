@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.protocol.events import Metrics, Progress
 from tests.unit.driver.display.live_events import expect, numbers
 
@@ -68,7 +68,7 @@ def terminal() -> Iterator[Terminal]:
 
 
 def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Display:
-    display = open_display("auto", logs, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ})
+    display = Display("auto", logs, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ})
     display.on_event(expect(ranks))
     return display
 
@@ -138,7 +138,7 @@ def test_terminal_that_goes_away_silences_the_display(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     os.close(master)
     with os.fdopen(slave, "w") as file, (tmp_path / "err").open("w") as err:
-        display = open_display("live", tmp_path, "run-1", file, err, {})
+        display = Display("live", tmp_path, "run-1", file, err, {})
         display.on_event(expect(1))
         display.close(summary=["end"])
         assert display.broken
@@ -151,7 +151,7 @@ def failing_rows(status: str, elapsed_s: float, height: int) -> list[str]:
 
 def test_fault_of_the_display_itself_does_not_stop_the_run(terminal: Terminal, tmp_path: Path) -> None:
     files = terminal.file, terminal.file
-    display = open_display("auto", tmp_path, "run-1", *files, {"TERM": "xterm"}, rows=failing_rows)
+    display = Display("auto", tmp_path, "run-1", *files, {"TERM": "xterm"}, rows=failing_rows)
     terminal.wait_for("the display failed (RuntimeError: boom); the run continues")
     assert display.broken
     display.close(summary=["the end"])
@@ -161,12 +161,12 @@ def test_fault_of_the_display_itself_does_not_stop_the_run(terminal: Terminal, t
 DEMO = """
 import sys, time
 from pathlib import Path
-from ddptrain.driver.display import open_display
+from ddptrain.driver.display import Display
 from ddptrain.protocol.events import Metrics, Progress
 from tests.unit.driver.display.live_events import expect, numbers
 logs = Path(sys.argv[1])
 ranks = int(sys.argv[2])
-display = open_display("auto", logs, "run-1", all_ranks="--all-ranks" in sys.argv)
+display = Display("auto", logs, "run-1", all_ranks="--all-ranks" in sys.argv)
 display.on_event(expect(ranks))
 display.status("training")
 for rank in range(ranks):

@@ -100,7 +100,7 @@ def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: C
         ("unreachable", ClusterError, "^it does not answer$"),
         ("full", ClusterError, "No space left on device"),
         ("buggy", RuntimeError, "ZeroDivisionError"),
-        ("dies", ClusterError, "has ended: killed by SIGKILL"),
+        ("dies", ClusterError, "has ended with -9"),
         ("is_not_there", RuntimeError, "AttributeError"),
     ],
 )
