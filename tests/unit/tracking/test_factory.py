@@ -119,7 +119,7 @@ def test_rank_without_trackers_starts_no_thread_and_tells_nothing(tmp_path: Path
         tracked = RankTrackers(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
         tracked.begin()
         tracked.end("failed")
-        assert tracked.finish("failed") == ""
+        tracked.finish("failed")
     assert tracked.manager is None and set(threading.enumerate()) <= before
     assert (tmp_path / "events").read_bytes() == b""
 
