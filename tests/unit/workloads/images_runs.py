@@ -1,7 +1,8 @@
-"""Runs of the image workload as training leaves them, without the training."""
+"""Runs of the image workload as training leaves them, without the training; and manifests."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from ddptrain.rank.checkpoint.files import write, write_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.run_record import RunRecord, RunStatus
-from ddptrain.workloads.images.model.build_model import build, describe
+from ddptrain.storage.store import Listed
+from ddptrain.workloads.images.classifier import build, describe
+from ddptrain.workloads.images.manifest import TRAIN, VAL, Manifest
 from tests.unit.workloads.pictures import COLOURS, picture
 
-__all__ = ["COLOURS", "SIZE", "description", "make_run", "model_of_colours", "picture"]
+__all__ = ["COLOURS", "SIZE", "description", "make_manifest", "make_run", "model_of_colours", "picture"]
 
 SIZE = 16
 
@@ -62,3 +65,12 @@ def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn
         event = CheckpointSaved(time_ns=0, step=step, staging=staged.name, files=files, epoch=1.0, metrics=metrics)
         shelf.adopt(event, staged, CheckpointPolicy(), world_size=2, versions={})
     return folder
+
+
+def make_manifest(url: str, classes: Sequence[str], keys: Sequence[str], val: Collection[int] = ()) -> Manifest:
+    """A manifest of images whose folders are their classes; the indices `val` are those to validate with."""
+    images = [
+        (Listed(key, -1, ""), classes.index(key.partition("/")[0]), VAL if index in val else TRAIN)
+        for index, key in enumerate(keys)
+    ]
+    return Manifest.of(url, classes, images, {})

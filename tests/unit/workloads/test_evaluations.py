@@ -17,10 +17,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.evaluation import SavedCheckpoint
-from ddptrain.workloads.images import evaluate_checkpoint
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.batches import BadImages, Batch, TooManyBadImages
-from ddptrain.workloads.images.train import evaluate as evaluate_model
+from ddptrain.workloads.images import evaluate as evaluate_checkpoint
+from ddptrain.workloads.images.batches import BadImages, Batch, TooManyBadImages
+from ddptrain.workloads.images.evaluate import evaluate_model
 from ddptrain.workloads.images.train import share_buffers
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.data import NameDataset
@@ -28,7 +27,7 @@ from ddptrain.workloads.petnames.generate import sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.names import STOP_ID
 from ddptrain.workloads.petnames.params import PetnamesParams
-from tests.unit.workloads.images_runs import description, make_run, model_of_colours, picture
+from tests.unit.workloads.images_runs import description, make_manifest, make_run, model_of_colours, picture
 from tests.unit.workloads.test_petnames_generate import save_checkpoint
 
 CPU = torch.device("cpu")
@@ -200,17 +199,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (root / "images" / name / f"{number}.png").write_bytes(picture(name))
             keys.append(f"{name}/{number}.png")
     (root / "inputs").mkdir()
-    n = len(keys)
-    Manifest(
-        url=str(root / "images"),
-        classes=("blue", "green", "red"),
-        keys=tuple(keys),
-        labels=(0, 0, 1, 2, 2),
-        sizes=(-1,) * n,
-        versions=("",) * n,
-        train=tuple(range(n)),
-        val=(),
-    ).write(root / "inputs")
+    make_manifest(str(root / "images"), ("blue", "green", "red"), keys).write(root / "inputs")
     return root
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.storage.store import Listed
 from ddptrain.workloads.held_out import FILE, digest_of
-from ddptrain.workloads.images.data import held_out as images
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
-from ddptrain.workloads.images.model.saved_classifier import SavedConfig
+from ddptrain.workloads.images import listing as images
+from ddptrain.workloads.images.classifier import SavedConfig
+from ddptrain.workloads.images.evaluate import class_outputs, comparable_classes
+from ddptrain.workloads.images.manifest import TRAIN, UNUSED, VAL, Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.petnames import names
 from tests.unit.workloads.images_runs import description, picture
@@ -22,16 +22,15 @@ from tests.unit.workloads.images_runs import description, picture
 # --- The data of an evaluation: what a run held out, or another source; their digest; classes that models share ---
 
 
-MANIFEST = Manifest(
-    url="/pets",
-    classes=("cat", "dog", "pug"),
-    keys=("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "pug/1.png", "pug/2.png"),
-    labels=(0, 0, 1, 1, 2, 2),
-    sizes=(10, 11, 12, 13, 14, 15),
-    versions=("a", "b", "c", "d", "e", "f"),
-    train=(0, 2, 4),
-    val=(1, 3, 5),
-)
+def pets(val: str = "2", url: str = "/pets", version: str = "b", unused: str = "") -> Manifest:
+    """Two images of each of three classes; those with a number in `val` validate."""
+    keys = ["cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "pug/1.png", "pug/2.png"]
+    parts = [UNUSED if key == unused else VAL if key[4] in val else TRAIN for key in keys]
+    images = [(Listed(key, 10 + at, version if at == 1 else ""), at // 2, parts[at]) for at, key in enumerate(keys)]
+    return Manifest.of(url, ("cat", "dog", "pug"), images)
+
+
+MANIFEST = pets()
 
 
 def run_with_names(folder: Path, held_out: Any) -> Path:
@@ -43,7 +42,8 @@ def run_with_names(folder: Path, held_out: Any) -> Path:
 def prepared(module: Any, folder: Path, **request: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     lines: list[str] = []
-    module.prepare({"params": {}, "run": "", "data": None, **request}, folder, lines.append)
+    prepare = getattr(module, "prepare_held_out", None) or module.prepare
+    prepare({"params": {}, "run": "", "data": None, **request}, folder, lines.append)
     told: dict[str, Any] = json.loads((folder / FILE).read_bytes())
     assert lines[-1].startswith(f"{told['n']} {told['noun']} ") and lines[-1].endswith(" to evaluate on")
     return told
@@ -89,19 +89,18 @@ def test_run_without_a_list_of_names_is_an_error(tmp_path: Path) -> None:
 
 
 def test_images_that_a_run_held_out_are_described_by_name_class_size_and_version() -> None:
-    told = images.described(MANIFEST)
+    told = images.describe_held_out(MANIFEST)
     assert (told.n, told.noun) == (3, "images")
-    other_training = dataclasses.replace(MANIFEST, train=(0,))
-    assert images.described(other_training) == told
-    for change in ({"versions": ("a", "X", "c", "d", "e", "f")}, {"val": (1, 3)}, {"url": "/other"}):
-        assert images.described(dataclasses.replace(MANIFEST, **change)).digest != told.digest
+    assert images.describe_held_out(pets(unused="dog/1.png")) == told  # another training
+    for changed in (pets(version="X"), pets(unused="pug/2.png"), pets(url="/other")):
+        assert images.describe_held_out(changed).digest != told.digest
 
 
 def test_manifest_of_an_evaluation_only_validates() -> None:
     whole = images.evaluated_only(MANIFEST)
-    assert (whole.train, whole.val) == ((), (1, 3, 5))
-    assert images.evaluated_only(MANIFEST, ["cat", "pug"]).val == (1, 5)
-    assert images.evaluated_only(dataclasses.replace(MANIFEST, val=())).val == (0, 2, 4)
+    assert (whole.train.tolist(), whole.val.tolist()) == ([], [1, 3, 5])
+    assert images.evaluated_only(MANIFEST, ["cat", "pug"]).val.tolist() == [1, 5]
+    assert images.evaluated_only(pets(val="")).val.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Pa
     told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
     assert told["n"] == 5
     manifest = images.evaluated_only(Manifest.read(tmp_path / "a"))
-    assert manifest.train == () and len(manifest.val) == 5
+    assert (len(manifest.train), len(manifest.val)) == (0, 5)
     settings = images.evaluated_params(ImagesParams(source="/elsewhere"), str(tmp_path / "own"))
     assert manifest.location(settings).url == str(tmp_path / "own")
 
@@ -124,7 +123,7 @@ def test_val_folder_of_a_split_source_is_evaluated_on(tmp_path: Path) -> None:
             (tmp_path / "own" / part / name).mkdir(parents=True)
             for number in range(count):
                 (tmp_path / "own" / part / name / f"{number}.png").write_bytes(picture(name))
-    params = {"val_source": "/elsewhere", "source": "/nowhere"}
+    params = {"source": "/nowhere"}
     told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
     assert told["n"] == 4
     kept = images.evaluated_only(Manifest.read(tmp_path / "a"))
@@ -132,17 +131,17 @@ def test_val_folder_of_a_split_source_is_evaluated_on(tmp_path: Path) -> None:
 
 
 def test_params_of_the_training_are_used_for_its_own_images() -> None:
-    params = ImagesParams(source="/a", val_source="/b", seed=3)
+    params = ImagesParams(source="/a", seed=3)
     assert images.evaluated_params(params, None) is params
     changed = images.evaluated_params(params, "/c")
-    assert (changed.source, changed.val_source, changed.seed) == ("/c", None, 3)
+    assert (changed.source, changed.seed) == ("/c", 3)
 
 
 def test_run_without_held_out_images_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--data"):
         images.held_out_images(tmp_path)
     (tmp_path / "inputs").mkdir()
-    dataclasses.replace(MANIFEST, val=()).write(tmp_path / "inputs")
+    pets(val="").write(tmp_path / "inputs")
     with pytest.raises(UsageError, match=r"held out no images \(params.train_pct\).*--data"):
         images.held_out_images(tmp_path)
 

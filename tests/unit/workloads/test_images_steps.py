@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.images import train as workload
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.model.build_model import describe
-from ddptrain.workloads.images.train import StepLog
+from ddptrain.workloads.images.classifier import describe
 from tests.unit.rank.ranks import Rank
+from tests.unit.workloads.images_runs import make_manifest
 from tests.unit.workloads.pictures import COLOURS, picture
 
 EACH = 4  # images of each colour: three train, one validates
@@ -60,16 +59,7 @@ class Run:
                 (folder / "images" / name / f"{number}.png").write_bytes(picture(name, (12, 12)))
                 keys.append(f"{name}/{number}.png")
         (folder / "inputs").mkdir()
-        Manifest(
-            url=str(folder / "images"),
-            classes=tuple(COLOURS),
-            keys=tuple(keys),
-            labels=(0,) * EACH + (1,) * EACH + (2,) * EACH,
-            sizes=(-1,) * 3 * EACH,
-            versions=("",) * 3 * EACH,
-            train=(0, 1, 2, 4, 5, 6, 8, 9, 10),
-            val=(3, 7, 11),
-        ).write(folder / "inputs")
+        make_manifest(str(folder / "images"), list(COLOURS), keys, val=(3, 7, 11)).write(folder / "inputs")
 
     def train(self, preempt_at: int = 0, **params: Any) -> None:
         """Train on nine images in batches of 4: an epoch has three steps of 3. Preempt the run at a step."""
@@ -157,19 +147,6 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     out = capsys.readouterr().out
     assert "training small_cnn, 23,891 parameters, on 9 images, 3 steps an epoch over 1 rank\n" in out
     assert "epoch 1/2: train/loss " in out and " images/s\n" in out and "all 2 epochs are done" not in out
-
-
-def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = StepLog.__init__
-
-    def rarely(self: Any, ctx: Any) -> None:
-        made(self, ctx)
-        self._most = 100
-
-    monkeypatch.setattr(StepLog, "__init__", rarely)
-    with pytest.raises(PreemptedExit):
-        run.train(preempt_at=2)
-    assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [1, 2]
 
 
 def test_weights_at_the_start_depend_on_the_seed_alone(run: Run) -> None:

@@ -14,8 +14,7 @@ import torch
 
 from ddptrain.rank.loader import RankLoader, make_loader
 from ddptrain.storage.store import StoreUnreachable
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.batches import (
+from ddptrain.workloads.images.batches import (
     BadImages,
     Batch,
     Images,
@@ -24,9 +23,11 @@ from ddptrain.workloads.images.loader.batches import (
     train_loader,
     val_loader,
 )
-from ddptrain.workloads.images.loader.decode import decode_eval
+from ddptrain.workloads.images.decode import decode_eval
+from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from tests.servers.images_on_s3 import draw, draw_folder
+from tests.servers.images_on_s3 import draw_folder
+from tests.unit.workloads.images_runs import make_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -58,16 +59,7 @@ def manifest_of(folder: Path) -> Manifest:
     """All of the images that were drawn, as they were then: every fourth validates."""
     keys = sorted(f"{name}/{name.partition('-')[0]}_{number}.jpg" for name in CLASSES for number in range(PER_CLASS))
     n = len(keys)
-    return Manifest(
-        url=str(folder),
-        classes=CLASSES,
-        keys=tuple(keys),
-        labels=tuple(CLASSES.index(key.partition("/")[0]) for key in keys),
-        sizes=(-1,) * n,
-        versions=("",) * n,
-        train=tuple(index for index in range(n) if index % 4),
-        val=tuple(range(0, n, 4)),
-    )
+    return make_manifest(str(folder), CLASSES, keys, range(0, n, 4))
 
 
 def params_of(folder: Path, **params: Any) -> ImagesParams:
@@ -188,31 +180,3 @@ def test_auto_leaves_cores_to_the_rank(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     assert loader_workers("auto", torch.device(device)) == expected
     assert loader_workers(3, torch.device(device)) == 3
-
-
-def test_images_to_validate_with_are_read_from_their_own_folder(tmp_path: Path) -> None:
-    source, held = tmp_path / "source", tmp_path / "held"
-    keys = draw_folder(source, CLASSES, 2, (24, 20))
-    for key in keys:  # the same names as in training, other pixels
-        (held / key).parent.mkdir(parents=True, exist_ok=True)
-        (held / key).write_bytes(draw((24, 20), f"held {key}"))
-    n = len(keys)
-    labels = tuple(CLASSES.index(key.partition("/")[0]) for key in keys)
-    manifest = Manifest(
-        url=str(source),
-        val_url=str(held),
-        classes=CLASSES,
-        keys=keys * 2,
-        labels=labels * 2,
-        sizes=(-1,) * 2 * n,
-        versions=("",) * 2 * n,
-        train=tuple(range(n)),
-        val=tuple(range(n, 2 * n)),
-    )
-    settings = params_of(source, val_source=str(held), augmentation="none", loader_workers=1)
-    validated = seen(val_loader(context(), manifest, settings))
-    assert sorted(validated) == list(manifest.val)
-    for index, (label, pixels) in validated.items():
-        key = keys[index % n]
-        assert label == CLASSES.index(key.partition("/")[0])
-        assert pixels == decode_eval((held / key).read_bytes(), SIZE).tobytes()
