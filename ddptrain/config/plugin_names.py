@@ -103,7 +103,7 @@ WORKLOADS = Registry({name: each.target for name, each in BUILT_IN.items()}, "dd
 # The class of a tracker, which only ranks import.
 TRACKERS = Registry(
     {
-        "wandb": "ddptrain.tracking.wandb.tracker:WandbTracker",
+        "wandb": "ddptrain.tracking.wandb:WandbTracker",
         "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
     },
     "ddptrain.trackers",

@@ -47,7 +47,7 @@ from ddptrain.results.secure_files import is_own_folder, write_file
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.object_store import ObjectStore, open_folder
 from ddptrain.storage.store import Listed, is_plain, is_url
-from ddptrain.tracking.wandb.wandb_folders import LINKS
+from ddptrain.tracking.wandb_files import LINKS
 
 MARK = ".pruned.json"  # in a run of a store whose deletion has begun
 _RECORD = "run.json"

@@ -24,7 +24,7 @@ from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.object_store import open_folder
 from ddptrain.storage.store import is_url
-from ddptrain.tracking.wandb.credentials import find_access
+from ddptrain.tracking.wandb_files import find_access
 from ddptrain.worker.host_facts import HostFacts
 
 Facts = TypeVar("Facts")

@@ -92,7 +92,7 @@ class PredictionTable:
         """Add the n images of a batch: int64 [n] indices of keys, classes and outputs; float [n] probabilities."""
         self._kept.append((index, labels, outputs, probabilities))
 
-    def csv(self) -> str:
+    def csv(self) -> bytes:
         """Return the table as a CSV file: key, class, predicted class and its probability of each image."""
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
@@ -101,7 +101,7 @@ class PredictionTable:
             for index, label, output, probability in zip(*(column.tolist() for column in batch), strict=True):
                 names = self._keys[index], self._classes[label], self._names[output]
                 writer.writerow((*names, f"{probability:.6g}"))
-        return text.getvalue()
+        return text.getvalue().encode()
 
 
 class TrainingTable:

@@ -73,7 +73,7 @@ def test_nothing_at_all_is_an_error_of_usage(tmp_path: Path) -> None:
         given("nowhere")
     with pytest.raises(UsageError) as refused:
         given(*(f"nowhere{number}" for number in range(12)))
-    assert str(refused.value).splitlines()[-2:] == ["  nowhere9: no such file or folder", "  and 2 more"]
+    assert str(refused.value).splitlines()[-2:] == ["  nowhere7: no such file or folder", "  and 4 more"]
 
 
 # --- what they show ---

@@ -25,10 +25,10 @@ def test_outputs_have_the_names_of_the_classes_where_there_are_any() -> None:
 
 def test_table_has_key_class_and_prediction_of_each_image() -> None:
     table = PredictionTable(["k0", "k1", "k,2", "k3"], MODEL)
-    assert table.csv() == "key,label,prediction,probability\n"
+    assert table.csv() == b"key,label,prediction,probability\n"
     table.add(torch.tensor([3, 0]), torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor([0.123456789, 0.25]))
     table.add(torch.tensor([2]), torch.tensor([0]), torch.tensor([2]), torch.tensor([1.0]))
-    assert table.csv().splitlines()[1:] == ["k3,dog,dog,0.123457", "k0,cat,b,0.25", '"k,2",cat,cat,1']
+    assert table.csv().splitlines()[1:] == [b"k3,dog,dog,0.123457", b"k0,cat,b,0.25", b'"k,2",cat,cat,1']
 
 
 def logits(*outputs: int) -> torch.Tensor:

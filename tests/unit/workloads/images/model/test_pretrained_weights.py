@@ -68,5 +68,5 @@ def test_head_is_kept_with_a_label_map_or_in_a_file_of_ones_own(begun: Beginning
 
 def test_weights_of_another_model_are_refused(begun: Beginning, tmp_path: Path) -> None:
     save_file(weights_of(7, "small_cnn"), tmp_path / "other.safetensors")
-    with pytest.raises(BadWeights, match=r"other\.safetensors are not of squeezenet1_1: missing: features\.0\.weight"):
+    with pytest.raises(BadWeights, match=r"other\.safetensors are not of squeezenet1_1: missing: features\."):
         begun.keeps_head(str(tmp_path / "other.safetensors"))
