@@ -58,8 +58,8 @@ def launch(
         TrainingFailed, HangDetected, ClusterError, RunLocked, RunPreempted, Interrupted: with `wait`, the run failed.
     """
     from ddptrain.driver.control.detach import EndedEarly, LaunchRequest, start_ordered
+    from ddptrain.results.log_tail import LogTail
     from ddptrain.results.show.live_table import in_notebook
-    from ddptrain.results.show.log_follower import LogCursor
 
     if "DDPTRAIN_RUN_ID" in os.environ and "RANK" in os.environ:
         raise UsageError(
@@ -83,8 +83,8 @@ def launch(
     try:
         if wait:
             write = partial(print, flush=True) if output != "none" else lambda _: None
-            log = LogCursor(run._folder / "driver.log", offset=begun.log_from)  # noqa: SLF001  # not for users
-            show = partial(run._show, log.read, write, _POLL_S)  # noqa: SLF001
+            log = LogTail(run._folder / "driver.log", offset=begun.log_from)  # noqa: SLF001  # not for users
+            show = partial(run._show, log.texts, write, _POLL_S)  # noqa: SLF001
             try:
                 show(live=output == "auto" and in_notebook())
             except BaseException:

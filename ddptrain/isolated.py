@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, Self
 
 from ddptrain.errors import ClusterError, DdptrainError, limit_error
+from ddptrain.protocol.exec_env import without_working_directory
 
 _END_S = 5.0
 
@@ -33,7 +34,7 @@ class Isolated:
         self._is_late = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", __name__],
-            env=dict(environ),
+            env=without_working_directory(environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

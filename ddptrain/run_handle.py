@@ -27,7 +27,7 @@ from ddptrain.errors import (
 
 if TYPE_CHECKING:
     from ddptrain.driver.control.stop import StopTarget
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run as RecordedRun
     from ddptrain.results.run_record import FailureRecord
 
 _POLL_S = 0.1
@@ -52,15 +52,15 @@ class Run:
 
     def __init__(self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None) -> None:
         """Call `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
-        from ddptrain.results.runs import StoreRuns, open_runs_dir
+        from ddptrain.results.runs import LocalRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
         self._process = process  # the driver, if this process has started it
         runs_dir = run_dir.rstrip("/").rpartition("/")[0] if "://" in run_dir else str(Path(run_dir).parent)
         self._runs = open_runs_dir(runs_dir)
-        self._is_stored = isinstance(self._runs, StoreRuns)
-        self._folder = self._runs.work / run_id if isinstance(self._runs, StoreRuns) else Path(run_dir).absolute()
+        self._is_stored = not isinstance(self._runs, LocalRuns)
+        self._folder = self._runs.folder / run_id if self._is_stored else Path(run_dir).absolute()
 
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
@@ -69,7 +69,7 @@ class Run:
 
         folder, name = split_run(run, os.fspath(runs_dir))
         view = open_runs_dir(folder).find(name)
-        return cls(view.run_id, view.layout.where)
+        return cls(view.run_id, view.where)
 
     def __repr__(self) -> str:
         return f"<ddptrain.Run {self.id}: {self.status}>"
@@ -85,7 +85,7 @@ class Run:
     @property
     def dir(self) -> Path:
         """The run directory; for a run in an object store, a copy of the requested files."""
-        return self._view().layout.root
+        return self._view().root
 
     @property
     def status(self) -> str:
@@ -113,10 +113,8 @@ class Run:
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
         from ddptrain.results.metrics import MetricsReader, drop_replaced
-        from ddptrain.results.runs import NeededFiles
 
-        view = self._view(NeededFiles.METRICS)
-        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read())
+        lines = drop_replaced(MetricsReader(self._view().metrics_jsonl).read())
         return [
             {
                 "time_s": line.time_s,
@@ -132,29 +130,19 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """The folders of the run's checkpoints, the newest first. Those of a run in an object store are downloaded."""
-        from ddptrain.results.layout import MANIFEST, checkpoint_folders
-        from ddptrain.results.runs import NeededFiles
-
-        view = self._view(NeededFiles.CHECKPOINTS)
-        folders = [path for path in checkpoint_folders(view.layout) if (path / MANIFEST).is_file()]
-        return [path for path in folders if not self._is_stored or path.name in view.record.checkpoints]
+        return self._view().checkpoints()
 
     @property
     def best(self) -> Path | None:
         """The folder of the best checkpoint (the newest if there is no metric); None if there is none."""
-        from ddptrain.results.lookup import find_checkpoint
-        from ddptrain.results.runs import NeededFiles
-
         try:
-            return find_checkpoint(self._view(NeededFiles.MODEL).layout, "best")
+            return self._view().checkpoint("best")
         except RunNotFound:
             return None
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of a rank so far; "" if there is none."""
-        from ddptrain.results.runs import NeededFiles
-
-        log = self._view(NeededFiles.LOGS, rank).layout.log(rank)
+        log = self._view().log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
 
     # --- actions ---
@@ -176,16 +164,15 @@ class Run:
 
         An exception during the wait, such as Ctrl-C, does not stop the run. Raises the errors of `wait`.
         """
-        from ddptrain.results.runs import NeededFiles
+        from ddptrain.results.log_tail import LogTail
         from ddptrain.results.show.live_table import in_notebook
-        from ddptrain.results.show.log_follower import LogCursor
 
-        log = LogCursor(self._view(NeededFiles.LOGS, 0).layout.log(0), lines=10)
+        log = LogTail(self._view().log(0), lines=10)
 
         def lines() -> Iterator[str]:
             if self._is_stored:
-                self._view(NeededFiles.LOGS, 0)
-            return log.read()
+                self._view().log(0)
+            return log.texts()
 
         every_s = _STORE_POLL_S if self._is_stored else 1.0
         self._show(lines, print, every_s, live=in_notebook(), limit_s=timeout_s)
@@ -205,12 +192,10 @@ class Run:
 
     # --- implementation ---
 
-    def _view(self, *need: Any) -> RunView:
-        from ddptrain.results.lookup import load_run
+    def _view(self) -> RecordedRun:
+        from ddptrain.results.run import Run as RecordedRun
 
-        if not self._is_stored:
-            return load_run(self._folder)
-        return self._runs.find(self.id, *need)
+        return self._runs.find(self.id) if self._is_stored else RecordedRun(self._folder)
 
     def _stop_target(self) -> StopTarget:
         from ddptrain.driver.control.stop import StopTarget
@@ -260,11 +245,10 @@ class Run:
         limit_s: float | None = None,
     ) -> None:
         """Write new lines until the run ends, if `live` below a table that is updated in place. Raises as `wait`."""
-        from ddptrain.results.runs import NeededFiles
         from ddptrain.results.show.live_table import LiveTable
 
         refresh_s = _STORE_POLL_S if self._is_stored else 1.0
-        table = LiveTable(lambda: self._view(NeededFiles.METRICS), refresh_s) if live else None
+        table = LiveTable(self._view, refresh_s) if live else None
 
         def show(*, now: bool = False) -> None:
             for line in lines():

@@ -16,7 +16,7 @@ from ddptrain.errors import ExitCode
 from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
-    from ddptrain.driver.doctor.judge import Check
+    from ddptrain.driver.doctor import Check
 
 
 def doctor(
@@ -30,7 +30,7 @@ def doctor(
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, and servers that are configured.
+    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, and the object store of the runs.
 
     With --cluster: the same of each host of a cluster, whether they differ, and the speed of its free slots. The exit
     code is 4 if something would make a run fail.
@@ -39,14 +39,9 @@ def doctor(
         ddptrain doctor
         ddptrain doctor --cluster lab
     """
-    from ddptrain.driver.doctor.judge import Result
+    from ddptrain.driver.doctor import Result, check_machine
 
-    if cluster is None:
-        from ddptrain.driver.doctor.machine import check_machine
-
-        checks = check_machine(PLACES.runs, os.environ)
-    else:
-        checks = _cluster_checks(cluster)
+    checks = check_machine(PLACES.runs, os.environ) if cluster is None else _cluster_checks(cluster)
     bad = any(check.result == Result.BAD for check in checks)
     data = {"ok": not bad, "checks": [dataclasses.asdict(check) for check in checks]}
     print_result(data, _check_lines(checks, "this machine" if cluster is None else cluster), as_json=json)
@@ -57,16 +52,17 @@ def _cluster_checks(cluster: str) -> list[Check]:
     from ddptrain.config.load import load_cluster
 
     config = checked(lambda overrides: load_cluster(None, overrides), [], field_options(None, cluster))
-    # Both import Dask: before signals may interrupt.
+    # Import Dask before signals may interrupt.
+    from ddptrain.driver import connect  # noqa: F401
     from ddptrain.driver.control.signals import signals_to
-    from ddptrain.driver.doctor.cluster import check_cluster
+    from ddptrain.driver.doctor import check_cluster
 
     with signals_to(SimpleQueue()) as signals, signals.interrupting():
         return check_cluster(cluster, config, say)
 
 
 def _check_lines(checks: list[Check], what: str) -> list[str]:
-    from ddptrain.driver.doctor.judge import Result
+    from ddptrain.driver.doctor import Result
 
     subject, host = (max(len(getattr(check, name)) for check in checks) for name in ("subject", "host"))
     lines = []

@@ -38,6 +38,7 @@ class Root(RootGroup):
                 "run": ("run:COMMAND", "Run a script that torchrun would run."),
                 "watch": ("running:watch", "Show a run that another shell has started."),
                 "stop": ("running:stop", "End a run that another shell has started."),
+                "ui": ("ui:ui", "Show runs, sweeps and models in a browser."),
                 "results": ("results:app", "List runs; show one, its logs, its curves; delete old ones."),
             },
             "Search and use": {

@@ -159,10 +159,10 @@ def promote(
         number = int(version)
     else:
         from ddptrain.model_registry.add_run import add_run
-        from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
+        from ddptrain.results.runs import open_runs_dir, split_run
 
         place, name = split_run(version, PLACES.runs)
-        view = open_runs_dir(place).find(name, NeededFiles.MODEL, checkpoint=checkpoint)
+        view = open_runs_dir(place).find(name)
         number = add_run(registry, model, view, checkpoint).version
     change = registry.promote(model, number, reason)
     _report(registry, model, change, f"version {number} of {model} is the champion already", as_json=json)

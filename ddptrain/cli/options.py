@@ -16,9 +16,8 @@ from ddptrain.cli.parser import MORE
 from ddptrain.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
-    from ddptrain.results.runs import NeededFiles
-    from ddptrain.results.runs import RunsDir as Runs
+    from ddptrain.results.run import Run as FoundRun
+    from ddptrain.results.runs import Runs as Runs
 
 Loaded = TypeVar("Loaded")
 DEFAULT_RUNS_DIR = "runs"
@@ -257,7 +256,7 @@ def place_of(run: str) -> tuple[Runs, str]:
     return open_runs_dir(place), name
 
 
-def view_of(run: str, need: NeededFiles | None = None, checkpoint: str = "best") -> RunView:
-    """Return the run of that name, with a copy of the files that are needed if it is in a store. Raises RunNotFound."""
+def view_of(run: str) -> FoundRun:
+    """Return the run of that name. Raises RunNotFound."""
     runs, name = place_of(run)
-    return runs.find(name) if need is None else runs.find(name, need, checkpoint=checkpoint)
+    return runs.find(name)

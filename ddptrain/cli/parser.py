@@ -164,6 +164,7 @@ _HINTS = {
     "delete": "ddptrain results rm",
     "version": "ddptrain --version",
     "help": "ddptrain --help",
+    "dashboard": "ddptrain ui",
     "schema": "ddptrain init --schema",
     "cluster check": "ddptrain doctor --cluster NAME",
     "cluster list": "ddptrain cluster status",

@@ -62,19 +62,18 @@ def compare(
         ddptrain results compare latest --metric val/loss
     """
     from ddptrain.results.compare import compare_runs, comparison_text
-    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.curves import plot_data, plot_of
     from ddptrain.results.show.plot import terminal_charts
 
     if len(runs) == 1:
-        view = view_of(runs[0], NeededFiles.METRICS)
+        view = view_of(runs[0])
         plot = plot_of(view, metric or ())
         if json:
             print_json({"run_id": view.run_id, "x": plot.x_name, "series": plot_data(plot)})
         else:
             write([terminal_charts(plot, chart_style())], colours=True)
         return
-    views = [view_of(run, NeededFiles.COMPARISON) for run in runs]
+    views = [view_of(run) for run in runs]
     found = compare_runs(views, None if align is None else align.value, metric or ())
     if json:
         print_json(found.as_dict())
@@ -167,7 +166,7 @@ def _newest(runs_dir: str) -> str:
         return sweep.sweep_id
     if sweep is not None and sweep.started_at > (run.record.started_at or ""):
         return sweep.sweep_id
-    return run.layout.root.name
+    return run.root.name
 
 
 def export(
@@ -209,11 +208,10 @@ def export(
     if step is not None:
         raise UsageError("--step is the step of a checkpoint: it is for --format safetensors")
     from ddptrain.results.export import export_tables, export_tensorboard
-    from ddptrain.results.runs import NeededFiles
 
     if "://" in output:
         raise UsageError(f"cannot write {form} to {output}: give a folder")
-    views = [view_of(run, NeededFiles.COMPARISON) for run in dict.fromkeys(runs)]
+    views = [view_of(run) for run in dict.fromkeys(runs)]
     made = export_tensorboard if form is ExportFormat.TENSORBOARD else export_tables
     written = [str(path) for path in made(views, Path(output))]
     print_result({"format": str(form), "written": written}, written, as_json=json)
@@ -223,15 +221,13 @@ def _consolidate(run: str, output: str, step: int | None, *, as_json: bool) -> N
     """Write a checkpoint, also of a sharded model, as one safetensors checkpoint; without a GPU."""
     from ddptrain.results.checkpoints import consolidation
     from ddptrain.results.layout import BEST, step_name
-    from ddptrain.results.lookup import find_checkpoint
-    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.render import size
 
     which = BEST if step is None else step_name(step)
-    view = view_of(run, NeededFiles.MODEL, which)
-    checkpoint = find_checkpoint(view.layout, which)
+    view = view_of(run)
+    checkpoint = view.checkpoint(which)
     target = Path(output).expanduser().absolute()
-    done = consolidation.consolidate(checkpoint, target, more=[view.layout.run_json])
+    done = consolidation.consolidate(checkpoint, target, more=[view.run_json])
     about = {"run_id": view.run_id, "step": done.step, "folder": str(done.folder), "files": list(done.files)}
     text = f"{view.run_id}: step {done.step} written to {done.folder}: {done.tensors:,} tensors, {size(done.n_bytes)}"
     print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=as_json)

@@ -95,14 +95,16 @@ def list_runs(
         else:
             say(f"no sweeps in {place}")
         return
-    from ddptrain.results.lookup import is_sweep
-    from ddptrain.results.runs import LocalRuns, NeededFiles, open_runs_dir
+    from ddptrain.results.run import fetch_all, is_sweep
+    from ddptrain.results.runs import LocalRuns, open_runs_dir
     from ddptrain.results.selection import Selection, cells, header
     from ddptrain.results.show.render import run_table
 
     selection = Selection.parse(where, sort, columns)
     folder = open_runs_dir(place)
-    views = folder.list(NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING)
+    views = folder.list()
+    if selection.needs_metrics:
+        fetch_all(views, "metrics.jsonl")
     found = selection.apply(views)
     runs = found[: limit or (None if json else _SHOWN)]
     for message in selection.unknown_fields(views):
@@ -154,12 +156,11 @@ def show(run: opt.Run, json: opt.JsonOption = False) -> None:
         ddptrain results show latest
     """
     from ddptrain.results.run_record import SWEEP
-    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.time_use import time_use_of
 
     try:
-        view = opt.view_of(run, NeededFiles.EVENTS)
+        view = opt.view_of(run)
     except RunNotFound:
         if not _show_sweep(run, as_json=json):
             raise
@@ -167,8 +168,8 @@ def show(run: opt.Run, json: opt.JsonOption = False) -> None:
     if view.record.kind == SWEEP and _show_sweep(run, as_json=json):  # one in a store
         return
     if json:
-        files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
-        logs = {str(rank): view.layout.shown_path(path) for rank, path in view.layout.logs().items()}
+        files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.artifacts().items()]
+        logs = {str(rank): view.shown_path(path) for rank, path in view.logs().items()}
         spent = time_use_of(view)
         time_use_s = None if spent is None else spent.as_dict()
         print_json({**view.as_dict(), "time_use_s": time_use_s, "artifacts": files, "logs": logs})
@@ -206,15 +207,13 @@ def logs(
         ddptrain results logs latest --follow
         ddptrain results logs latest --rank 1 --lines 20
     """
-    from ddptrain.results.runs import NeededFiles
     from ddptrain.results.show.log_follower import follow_logs, show_logs
 
     runs, name = opt.place_of(run)
-    view = runs.find(name, NeededFiles.LOGS, rank)
+    view = runs.find(name)
     try:
         if follow:
-            running = runs.follow(view, rank)
-            write(follow_logs(view, rank, lines, is_running=running, wait=_wait_for_reader()))
+            write(follow_logs(view, rank, lines, wait=_wait_for_reader()))
         else:
             write(show_logs(view, rank, lines))
     except KeyboardInterrupt:
@@ -268,7 +267,7 @@ def edit(
     text = None if note is None else checked_note(note)
     runs, name = opt.place_of(run)
     if add or remove or text is not None:
-        found = runs.annotate(
+        found = runs.edit(
             name,
             lambda before: replace(before.with_tags(add, remove), note=before.note if text is None else text),
         )

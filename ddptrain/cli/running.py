@@ -11,7 +11,7 @@ from ddptrain.cli.printing import print_result, say
 from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 
 def watch(
@@ -64,7 +64,7 @@ def stop(
     print_result(fields, [clean_line(_words(ended, was_active=was_active))], as_json=as_json, indent=None)
 
 
-def _words(view: RunView, *, was_active: bool) -> str:
+def _words(view: Run, *, was_active: bool) -> str:
     """Return the end of the run in one line."""
     from ddptrain.results.run_record import SWEEP, RunStatus, root_cause
 

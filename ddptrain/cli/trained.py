@@ -316,9 +316,8 @@ def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[
         record = registry.resolve(parse_reference(source))
         about = {"run_id": record.run_id, "model": record.model, "version": record.version}
         return open_version(registry, record), about
-    from ddptrain.results.layout import LATEST
-    from ddptrain.results.lookup import newest_trained
-    from ddptrain.results.runs import NeededFiles
+    from ddptrain.results.layout import BEST, LATEST
+    from ddptrain.results.run import MODEL, newest_trained
 
     runs, name = opt.place_of(source)
     if name == LATEST and workload is not None and (views := runs.list()):
@@ -326,5 +325,7 @@ def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[
         name = chosen.run_id
         if chosen is not views[0]:
             say(f"using run {name}: the newest of {workload} with a checkpoint")
-    folder = runs.find(name, NeededFiles.MODEL).layout.root
+    found = runs.find(name).fetch(*MODEL)
+    found.checkpoint(BEST)
+    folder = found.root
     return folder, {"run_id": folder.name}

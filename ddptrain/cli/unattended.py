@@ -38,9 +38,6 @@ def retrain(
             '"0 3 * * 1 Europe/Berlin", which stands for its latest time.',
         ),
     ] = "",
-    promote_anyway: Annotated[
-        str, typer.Option(metavar="REASON", help="Promote the new version also if the gate rejects it.")
-    ] = "",
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
     dry_run: Annotated[
@@ -58,7 +55,6 @@ def retrain(
 
     Examples:
         ddptrain retrain nightly.yaml
-        ddptrain retrain nightly.yaml --promote-anyway "new labels"
     """
     from ddptrain.config.load import load_config
 
@@ -72,9 +68,8 @@ def retrain(
         from ddptrain.schedule.entries import resolve_slot
 
         reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
-        slot, anyway = resolve_slot(slot), promote_anyway.strip()
         chosen = RetrainOptions(
-            force, slot, dry_run, output.value, anyway, opt.wants_full_traceback(), all_ranks, reporting
+            force, resolve_slot(slot), dry_run, output.value, opt.wants_full_traceback(), all_ranks, reporting
         )
         return run(resolved, chosen)
 
@@ -105,7 +100,7 @@ def add(
     """
     from ddptrain.config.load import load_config
     from ddptrain.schedule import install as installing
-    from ddptrain.schedule.entries import Entries, make_entry, parse_schedule
+    from ddptrain.schedule.entries import make_entry, parse_schedule
 
     target = as_ or installing.default_target()
     if system and target != "systemd":
@@ -117,7 +112,7 @@ def add(
         line for part in parts for line in [f"# --- {part.path or 'lines of the crontab'}", *part.text.splitlines(), ""]
     )
     if install:
-        for line in installing.install(entry, Entries()):
+        for line in installing.install(entry):
             say(line)
         say(f"installed as {entry.name}; ddptrain schedule list shows it, schedule remove {entry.name} removes it")
     else:
@@ -132,9 +127,10 @@ def list_(json: opt.JsonOption = False) -> int:
     Examples:
         ddptrain schedule list
     """
-    from ddptrain.schedule.entries import Entries, slot_text
+    from ddptrain.schedule.entries import slot_text
+    from ddptrain.schedule.install import installed
 
-    entries, problems = Entries().readable()
+    entries, problems = installed()
     found: list[dict[str, Any]] = []
     rows = [("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT")]
     for entry in entries:
@@ -169,10 +165,9 @@ def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the
     Examples:
         ddptrain schedule remove petnames
     """
-    from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.install import uninstall
 
-    entry = uninstall(name, Entries())
+    entry = uninstall(name)
     write([f"removed the schedule {name} from {entry.target}"])
 
 

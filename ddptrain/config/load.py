@@ -226,9 +226,6 @@ def sweep_problems(config: RunConfig, model: type[BaseModel] | None, document: D
         if problem is not None:
             where = document.where(("sweep", "space", name))
             yield Problem(where, f"sweep.space.{shorten(name)}", *problem)
-    if sweep.seeds > 1 and "seed" not in (_names(model) if model else config.params):
-        message = f"is {sweep.seeds}, but {shorten(config.workload_name)} has no parameter seed to vary"
-        yield document.problem(("sweep", "seeds"), message, "leave it out, or add params.seed")
 
 
 def _grid_problem(sweep: SweepConfig, name: str) -> tuple[str, str] | None:

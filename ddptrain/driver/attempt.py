@@ -36,7 +36,7 @@ from ddptrain.driver.run_end import describe_fault, was_sent
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.watchdog import Hang, Watchdog, is_stacks_file
 from ddptrain.driver.workers import Workers
-from ddptrain.errors import DdptrainError, ExitCode
+from ddptrain.errors import ExitCode
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines, events
 from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command
@@ -71,9 +71,9 @@ class Phase(IntEnum):
 class Attempt:
     """The ranks of an attempt from their start to their end. Nothing is handled while something else is.
 
-    faults: without mere consequences of a signal or a notice. signals: the number of signals to the driver; signum:
-    the last of them. notice: why the ranks must save and end. loss: why the run directory cannot be written.
-    transfers: checkpoints and files on their way into the run directory. running: ranks that are not over.
+    outcome: its result as far as it is known. faults: without mere consequences of a signal or a notice. signals: the
+    number of signals to the driver. transfers: checkpoints and files on their way into the run directory. running:
+    ranks that are not over.
     All deadlines are monotonic seconds, infinite if they are not set.
     """
 
@@ -94,10 +94,7 @@ class Attempt:
         self.number, self.grace_s, self.is_script = first.attempt, first.config.failure.grace_s, first.code.is_script
         self.faults: list[Fault] = []
         self.signals = 0
-        self.signum: int | None = None
-        self.notice: str | None = None
-        self.loss: DdptrainError | None = None
-        self.leaving = False
+        self.outcome = AttemptEnd(self.ranks)
         self.transfers = 0
         self.running = len(self.ranks)
         self.settle_until = math.inf  # end of the wait for an earlier fault
@@ -140,7 +137,7 @@ class Attempt:
     @property
     def ordered(self) -> bool:
         """Whether the ranks end because of a signal or a notice."""
-        return self.signum is not None or self.notice is not None
+        return self.outcome.signum is not None or self.outcome.notice is not None
 
     def due(self) -> float:
         """Return the next deadline in monotonic seconds. An inquiry in progress suspends settle_until."""
@@ -157,8 +154,10 @@ class Attempt:
 
     def end(self, unsaved: str = "") -> AttemptEnd:
         """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
-        age_s = self._noticed_at - self._saved_at if self._saved_at is not None else None
-        return AttemptEnd(self.ranks, self.cause(), self.signum, self.notice, self.loss, self.leaving, age_s, unsaved)
+        self.outcome.fault, self.outcome.unsaved = self.cause(), unsaved
+        if self._saved_at is not None:
+            self.outcome.age_s = self._noticed_at - self._saved_at
+        return self.outcome
 
     # --- what happens ---
 
@@ -188,7 +187,7 @@ class Attempt:
             case inbox.ArtifactRetried(_, what, error, failure):
                 self.recorder.warn(f"{what} could not be saved ({failure}): {error}")
             case inbox.ResultsLost(lost):
-                self.loss = lost
+                self.outcome.loss = lost
                 self._stop(self.grace_s)
             case inbox.ArtifactStored(rank, path, step):
                 self.transfers -= 1
@@ -242,7 +241,7 @@ class Attempt:
             self.recorder.system(news.sample)
         if news.leaving:
             place = self.ranks[of_worker[0]].place
-            self.leaving = True
+            self.outcome.leaving = True
             self.workers.avoid(news.worker)
             self._preempt(f"the worker on host {place.host} was sent SIGTERM")
 
@@ -308,7 +307,7 @@ class Attempt:
         self._conclude_inquiry()
 
     def _on_failure(self, rank: Rank, failure: events.Failure) -> None:
-        if failure.exit_code == ExitCode.PREEMPTED and self.notice is not None:
+        if failure.exit_code == ExitCode.PREEMPTED and self.outcome.notice is not None:
             rank.preempted = True  # it was preempted by another signal before the command reached it
             return
         ends_itself = failure.exit_code is not None or failure.type == KeyboardInterrupt.__name__
@@ -356,7 +355,7 @@ class Attempt:
             if ended.status != 0 and not self.stopping and rank.tracker_fault is None:
                 text = f"rank {number} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 self.recorder.warn(text)
-        elif not self.is_script and self.notice is not None and ended.status == -signal.SIGTERM:
+        elif not self.is_script and self.outcome.notice is not None and ended.status == -signal.SIGTERM:
             # The workload never saves, so there is no reason to wait.
             self._stop(deadlines.at_once_s(self.ranks[0].spec))
         elif rank.fault is None and not self.stopping:
@@ -443,22 +442,22 @@ class Attempt:
         self.signals = LAST_SIGNAL if kills else self.signals + 1
         if self.signals == 1 and self.stopping and not self.over:
             self.signals = 2  # the ranks cannot save any more
-        self.signum = signum
+        self.outcome.signum = signum
         if self.over:
             self.recorder.notice(f"{was_sent(signum)}: the last files are being saved (again to end without them)")
         elif self.signals == 1:
             self._preempt(was_sent(signum), signum)
         else:
-            self.notice = None
+            self.outcome.notice = None
             kills = self.signals >= LAST_SIGNAL
             self.recorder.status("killing the ranks" if kills else "stopping (again: kills the ranks)")
             self._stop(0.0 if kills else self.grace_s)
 
     def _preempt(self, notice: str, signum: int = signal.SIGTERM) -> None:
         """Command every rank to finish its step, save and end, within the grace period. Scripts get the signal."""
-        if self.notice is not None or self.stopping or self.faults:
+        if self.outcome.notice is not None or self.stopping or self.faults:
             return
-        self.notice, self._noticed_at = notice, self._now
+        self.outcome.notice, self._noticed_at = notice, self._now
         first = self.ranks[0].spec
         if self._outside:  # nothing could be saved yet
             self._stop(deadlines.at_once_s(first))
@@ -537,9 +536,7 @@ class Attempt:
             return
         if (hang := self.watchdog.overdue(self.ranks, read_until)) is not None:
             if read_until - hang.silent_s >= self._inquiry.not_before:  # else it has just found a rank working
-                silent = f"no report or line for {hang.silent_s:.0f} s"
-                self.recorder.status(f"{silent}: asking the ranks where they are")
-                self.recorder.event("hang_suspected", message=silent)
+                self.recorder.hang_suspected(f"no report or line for {hang.silent_s:.0f} s")
             self._begin_inquiry(hang)
 
     def _begin_inquiry(self, hang: Hang | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ddptrain.errors import one_line
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 
 GROUP = "ddptrain.observers"
 OPENED = "run_opened"  # the first event of a run, which is not in events.jsonl: its directory exists
@@ -32,8 +32,8 @@ class RunObserver(Protocol):
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Take a line of events.jsonl, as {"event": "rank_started", "rank": 0, ...}, or one of LIVE."""
 
-    def on_end(self, run: RunView) -> None:
-        """Take the run, which has ended: `run.record` has the fields of run.json, `run.layout.root` is its folder."""
+    def on_end(self, run: Run) -> None:
+        """Take the run, which has ended: `run.record` has the fields of run.json, `run.root` is its folder."""
 
 
 class InstalledObservers:
@@ -45,7 +45,7 @@ class InstalledObservers:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._inbox: queue.SimpleQueue[Mapping[str, Any] | RunView] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Mapping[str, Any] | Run] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddptrain-observers", daemon=True)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class InstalledObservers:
         if is_new and event["event"] == "run_started":
             self._thread.start()
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Pass the end on, and wait until it is taken."""
         self._inbox.put(run)
         if self._thread.ident is None:
@@ -73,11 +73,11 @@ class InstalledObservers:
             item = self._inbox.get()
             for name, observer in list(observers.items()):
                 try:
-                    observer.on_end(item) if isinstance(item, RunView) else observer.on_event(item)
+                    observer.on_end(item) if isinstance(item, Run) else observer.on_event(item)
                 except Exception as error:  # any user's code
                     self._failed(name, error)
                     del observers[name]
-            if isinstance(item, RunView):
+            if isinstance(item, Run):
                 return
 
     def _load(self) -> dict[str, RunObserver]:

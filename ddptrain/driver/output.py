@@ -22,7 +22,6 @@ from ddptrain.protocol.news import RankNews
 from ddptrain.results import secure_files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, rank_spool, read_chunk
 
-Piece = tuple[str, int, bytes]  # "log" or "events", an offset, and the bytes that begin there
 Take = Callable[[Iterable[events.Event], str], None]  # gets new events, and why the files could not be read, or ""
 
 
@@ -41,73 +40,64 @@ class RankOutput:
         has: Callable[[str], bool],
     ) -> None:
         """`logs`: each rank's log in the run directory. `fetch` reads from a worker; `has`: whether it is not lost."""
-        self._ranks, self._inbox, self._fetch, self._has = ranks, inbox, fetch, has
-        self.mirrors = [
-            LogMirror(
-                rank_spool(rank.place.scratch, rank.spec.run_id, rank.spec.attempt, rank.spec.rank),
-                log,
-                shared=rank.place.shared,
-                fetch=partial(fetch, rank.worker),
-            )
-            for rank, log in zip(ranks, logs, strict=True)
-        ]
+        self._ranks, self._inbox, self._has = ranks, inbox, has
+        self._mirrors, self._sources = [], []
+        for rank, log in zip(ranks, logs, strict=True):
+            spool = rank_spool(rank.place.scratch, rank.spec.run_id, rank.spec.attempt, rank.spec.rank)
+            there = partial(fetch, rank.worker)
+            self._mirrors.append(LogMirror(spool, log, shared=rank.place.shared, fetch=there))
+            self._sources.append(Source(spool.staging, None if rank.place.shared else there))
         self._fetching: dict[int, list[Callable[[], None]]] = {}  # rank -> what waits for its missing bytes
 
     def read(self, news: RankNews, take: Take) -> None:
         """Read a rank's files up to the sizes in the news; call `take` with the new events, maybe later."""
-        sizes = ("events", news.events_size, news.events), ("log", news.log_size, news.log)
-        self._read(news.rank, [(stream, size - len(data), data) for stream, size, data in sizes], take)
+        rank, mirror = news.rank, self._mirrors[news.rank]
+        if rank in self._fetching:
+            self._fetching[rank].append(lambda: self.read(news, take))
+        elif mirror.lacks(news):
+            self._fetching[rank] = []
+
+            def fetch() -> None:
+                error = self._receive(news)
+                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, lambda: self._finish(rank, error, take)))
+
+            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
+        else:
+            error = self._receive(news)
+            take(mirror.take_events(), error)
+
+    def _finish(self, rank: int, error: str, take: Take) -> None:
+        waiting = self._fetching.pop(rank)
+        take(self._mirrors[rank].take_events(), error)
+        for read in waiting:
+            read()
+
+    def _receive(self, news: RankNews) -> str:
+        """Read, and return the error as text, "" for none."""
+        try:
+            self._mirrors[news.rank].receive("events", news.events_size, news.events)
+            self._mirrors[news.rank].receive("log", news.log_size, news.log)
+        except Exception as raised:  # the files are on another machine, and their content is not trusted
+            # If the worker is lost, a message says so, with the reason.
+            return (str(raised) or repr(raised)) if self._has(self._ranks[news.rank].worker) else ""
+        return ""
 
     def rest(self, rank: int) -> Iterator[events.Event]:
         """Return the events that can still be read of a lost rank."""
-        mirror = self.mirrors[rank]
+        mirror = self._mirrors[rank]
         if self._ranks[rank].place.shared:
             mirror.catch_up()
         return iter(()) if rank in self._fetching else mirror.take_events()
 
     def refused(self, rank: int) -> int:
         """Return how many lines of a rank's events file are not valid events."""
-        return self.mirrors[rank].refused
+        return self._mirrors[rank].refused
 
     def source(self, rank: int) -> Source:
         """Return where the staged files of a rank are. Raises LookupError if there is no such rank."""
         if rank < 0:
             raise LookupError(rank)
-        place = self._ranks[rank].place
-        fetch = None if place.shared else partial(self._fetch, place.slot.worker)
-        return Source(self.mirrors[rank].spool.staging, fetch)
-
-    def _read(self, rank: int, pieces: Sequence[Piece], take: Take) -> None:
-        mirror = self.mirrors[rank]
-        if rank in self._fetching:
-            self._fetching[rank].append(lambda: self._read(rank, pieces, take))
-        elif mirror.lacks(pieces):
-            self._fetching[rank] = []
-
-            def fetch() -> None:
-                error = self._error_of(rank, pieces)
-                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, lambda: self._finish(rank, error, take)))
-
-            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
-        else:
-            error = self._error_of(rank, pieces)
-            take(mirror.take_events(), error)
-
-    def _finish(self, rank: int, error: str, take: Take) -> None:
-        waiting = self._fetching.pop(rank)
-        take(self.mirrors[rank].take_events(), error)
-        for read in waiting:
-            read()
-
-    def _error_of(self, rank: int, pieces: Sequence[Piece]) -> str:
-        """Read, and return the error as text, "" for none."""
-        try:
-            for piece in pieces:
-                self.mirrors[rank].receive(*piece)
-        except Exception as raised:  # the files are on another machine, and their content is not trusted
-            # If the worker is lost, a message says so, with the reason.
-            return (str(raised) or repr(raised)) if self._has(self._ranks[rank].worker) else ""
-        return ""
+        return self._sources[rank]
 
 
 class LogMirror:
@@ -126,20 +116,21 @@ class LogMirror:
             self._may_link = False
             secure_files.append(home_log, b"")
 
-    def lacks(self, pieces: Sequence[Piece]) -> bool:
-        """Return whether bytes before these pieces must be fetched from another host."""
-        return not self._shared and any(self._have[stream] < offset for stream, offset, _ in pieces)
+    def lacks(self, news: RankNews) -> bool:
+        """Return whether bytes before those in the news must be fetched from another host."""
+        known = ("events", news.events_size - len(news.events)), ("log", news.log_size - len(news.log))
+        return not self._shared and any(self._have[stream] < offset for stream, offset in known)
 
-    def receive(self, stream: str, offset: int, data: bytes = b"") -> None:
-        """Add bytes that begin at `offset` of the "log" or the "events", without those that are already here.
+    def receive(self, stream: str, size: int, data: bytes = b"") -> None:
+        """Read the "log" or the "events" up to `size` bytes, of which `data` are the last ones.
 
-        Missing bytes before them are read. Raises OSError or ClusterError if the file cannot be read.
+        Raises OSError or ClusterError if the file cannot be read.
         """
         if self._may_link:  # only now: the worker creates the spool when it starts the rank
             self._link()
         if stream == "log" and self._is_linked:
             return
-        source = self.spool.events if stream == "events" else self.spool.log
+        source, offset = self.spool.events if stream == "events" else self.spool.log, size - len(data)
         while (have := self._have[stream]) < offset:
             found = self._fetch(source, have, min(READ_LIMIT_BYTES, offset - have))
             if not found:
@@ -148,11 +139,9 @@ class LogMirror:
         self._take(stream, data[have - offset :])
 
     def _take(self, stream: str, data: bytes) -> None:
-        if not data:
-            return
-        if stream == "log":
+        if stream == "log" and data:
             secure_files.append(self.home_log, data)
-        else:
+        elif data:
             *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             self._lines += lines
             if len(self._partial_line) > events.MAX_LINE_BYTES:

@@ -14,7 +14,7 @@ from ddptrain.errors import DdptrainError
 from ddptrain.host_identity import file_view
 from ddptrain.protocol import events
 from ddptrain.protocol.news import RankExit
-from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.rank_spec import Placement, RankSpec
 from ddptrain.results.run_record import RankRecord
 
 if TYPE_CHECKING:
@@ -23,22 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where one rank runs.
+    """Where one rank runs: its placement as the rank gets it, and what only the driver needs.
 
-    scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
+    scratch: the worker's folder, which the driver sees, too, if `placement.shared`. gpu: the slot's device, as an entry
     of CUDA_VISIBLE_DEVICES; "" on the CPU. same_files: the worker sees all files as the driver does.
     """
 
     rank: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
+    placement: Placement
     slot: slots.Slot
     hostname: str
     scratch: Path
-    shared: bool
     gpu: str = ""
     same_files: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether the driver sees the worker's folder."""
+        return self.placement.shared
 
     @property
     def host(self) -> str:
@@ -54,27 +56,29 @@ def rank_places(
 
     about: the description of each worker's host. shared: whether each worker sees the driver's files.
     """
-    hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
-    size = Counter(slot.host for slot in chosen)
+    view = file_view()
+    devices = {worker: of_worker["gpus"].split(",") for worker, of_worker in about.items()}
+    gpus: dict[str, list[str]] = {}  # of each host, in the order of its local ranks
+    places = []
+    for slot in chosen:
+        of_worker = devices[slot.worker]
+        gpus.setdefault(slot.host, []).append(of_worker[slot.index] if slot.index < len(of_worker) else "")
     local_ranks: Counter[str] = Counter()
-    places, view = [], file_view()
     for rank, slot in enumerate(chosen):
-        of_worker = about[slot.worker]
-        gpus = of_worker["gpus"].split(",")
-        places.append(
-            RankPlace(
-                rank=rank,
-                local_rank=local_ranks[slot.host],
-                local_world_size=size[slot.host],
-                node_rank=hosts[slot.host],
-                slot=slot,
-                hostname=of_worker["hostname"],
-                scratch=Path(of_worker["scratch"]),
-                shared=shared[slot.worker],
-                gpu=gpus[slot.index] if slot.index < len(gpus) else "",
-                same_files=of_worker.get("files", "") == view != "",
-            )
+        of_host, worker = gpus[slot.host], about[slot.worker]
+        placement = Placement(
+            world_size=len(chosen),
+            local_rank=local_ranks[slot.host],
+            local_world_size=len(of_host),
+            node_rank=list(gpus).index(slot.host),
+            slot=slot.index,
+            hosts=len(gpus),
+            local_gpus=tuple(of_host) if all(of_host) else (),
+            shared=shared[slot.worker],
         )
+        gpu, same_files = of_host[placement.local_rank], worker.get("files", "") == view != ""
+        scratch = Path(worker["scratch"])
+        places.append(RankPlace(rank, placement, slot, worker["hostname"], scratch, gpu, same_files))
         local_ranks[slot.host] += 1
     return places
 
@@ -237,19 +241,19 @@ class Rank:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttemptEnd:
     """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
 
-    notice: why the ranks had to save and end. loss: why the run directory cannot be written any more. leaving:
-    a worker is about to end. age_s: the age of the attempt's newest checkpoint at the notice, negative if it was saved
-    later; None if there is none. unsaved: checkpoints and files that were not saved because a signal ended their
-    transfer.
+    signum: the last signal to the driver. notice: why the ranks have to save and end. loss: why the run directory
+    cannot be written any more. leaving: a worker is about to end. age_s: the age of the attempt's newest checkpoint at
+    the notice, negative if it was saved later; None if there is none. unsaved: checkpoints and files that were not
+    saved because a signal ended their transfer.
     """
 
     ranks: Sequence[Rank]
-    fault: Fault | None
-    signum: int | None
+    fault: Fault | None = None
+    signum: int | None = None
     notice: str | None = None
     loss: DdptrainError | None = None
     leaving: bool = False

@@ -97,6 +97,11 @@ class Recorder:
             self._status = text
             self.event("status", message=text, **({"announced": True} if announced else {}))
 
+    def hang_suspected(self, silent: str) -> None:
+        """Show and record that the ranks are asked for their stacks; `silent` is the reason."""
+        self.status(f"{silent}: asking the ranks where they are")
+        self.event("hang_suspected", message=silent)
+
     def notice(self, text: str, level: str = "info") -> None:
         """Show and record a message; level is "info", "warning" or "error". `ddptrain watch` shows what is recorded."""
         self.event("notice", level=level, message=text)

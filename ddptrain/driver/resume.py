@@ -14,10 +14,10 @@ from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.protocol.rank_spec import PARAM, same_model
 from ddptrain.results import ownership
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, RunStatus, root_cause
-from ddptrain.results.runs import NeededFiles, RunsDir
-from ddptrain.results.secure_files import is_own_folder, read_bytes
+from ddptrain.results.runs import Runs
+from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.tracker_records import run_argument
 
 AUTO = "auto"
@@ -34,11 +34,11 @@ class Choice:
     folder: Path | None
     reason: str
     driver: DriverRecord | None = None
-    done: RunView | None = None
+    done: Run | None = None
 
 
 def choose(
-    runs: RunsDir, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
+    runs: Runs, which: str, resolved: ResolvedConfig, *, allow_changes: bool = False, run_id: str | None = None
 ) -> Choice:
     """Choose the run to continue.
 
@@ -53,18 +53,18 @@ def choose(
     """
     if which == AUTO and run_id is None:
         return _newest(runs, resolved, allow_changes=allow_changes)
-    found = runs.find_exact(str(run_id), NeededFiles.CONFIG) if which == AUTO else runs.find(which, NeededFiles.CONFIG)
+    found = runs.get(str(run_id)) if which == AUTO else runs.find(which)
     if found is None:
         return Choice(None, "starting a new run: no earlier run has this id")
     view = found
-    if not is_own_folder(view.layout.root):
+    if view.why_foreign():
         raise UsageError(
-            f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
+            f"run {view.run_id} in {view.root} can't be resumed: its directory, or the link to it, belongs to "
             "another user; resume a run of your own, or start a new one"
         )
     if which == AUTO:
         _require_ended(view)
-    changes = list(_changes(view.layout, resolved))
+    changes = list(_changes(view, resolved))
     if view.status == RunStatus.SUCCEEDED and which == AUTO and not (allow_changes and changes):
         return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
@@ -77,17 +77,17 @@ def choose(
     return _continue(view, changes)
 
 
-def _newest(runs: RunsDir, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+def _newest(runs: Runs, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """Choose the newest run of this name, if it can be continued."""
     name = resolved.config.name
     named = [view for view in runs.list() if view.record.name == name and not view.problem]
-    ours = [view for view in named if is_own_folder(view.layout.root)]
+    ours = [view for view in named if not view.why_foreign()]
     if not ours:
         return Choice(None, f"starting a new run: there is no run named {name} to resume in {runs.where}")
     for view in [ours[0], *(each for each in ours[1:] if each.is_running)]:
         _require_ended(view)
-    view = runs.find_exact(ours[0].layout.root.name, NeededFiles.CONFIG) or ours[0]
-    changes = list(_changes(view.layout, resolved))
+    view = ours[0]
+    changes = list(_changes(view, resolved))
     if changes and not allow_changes and view.status != RunStatus.SUCCEEDED:
         had = ", ".join(changes)
         return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
@@ -96,24 +96,24 @@ def _newest(runs: RunsDir, resolved: ResolvedConfig, *, allow_changes: bool) -> 
     return _continue(view, changes)
 
 
-def _continue(view: RunView, changes: Sequence[str]) -> Choice:
+def _continue(view: Run, changes: Sequence[str]) -> Choice:
     changed = f", with {', '.join(changes)}" if changes else ""
     reason = f"continuing run {view.run_id}, which {_how_it_ended(view)}{changed}"
-    return Choice(view.layout.root, reason, view.record.driver)
+    return Choice(view.root, reason, view.record.driver)
 
 
-def _require_ended(view: RunView) -> None:
+def _require_ended(view: Run) -> None:
     """Raise RunLocked for a run that is running, because it must not run twice."""
     if view.is_running:
         # run.json may still name the previous driver, because a driver takes the lock first.
-        who = ownership.holder(view.layout.lock_file) or view.record.driver.description
+        who = ownership.holder(view.lock_file) or view.record.driver.description
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
-            f"ddptrain stop {run_argument(view.layout)}"
+            f"ddptrain stop {run_argument(view)}"
         )
 
 
-def _how_it_ended(view: RunView) -> str:
+def _how_it_ended(view: Run) -> str:
     words = {
         RunStatus.CANCELLED: "was cancelled",
         RunStatus.PREEMPTED: "was preempted",

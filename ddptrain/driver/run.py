@@ -28,7 +28,7 @@ from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import open_display, summary
+from ddptrain.driver.display import Display, summary
 from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.observers import OPENED, InstalledObservers, RunObserver
 from ddptrain.driver.recorder import Recorder
@@ -53,10 +53,10 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run as RecordedRun
 from ddptrain.results.run_record import RunStatus, utc_now
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import LocalRuns, RunUpload, open_runs_dir
+from ddptrain.results.runs import LocalRuns, open_runs_dir
 from ddptrain.results.time_use import time_use, timed_events
 from ddptrain.sanitize import sanitized
 
@@ -114,14 +114,14 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     resolved, weights = fetch_weights(resolved, resumed) if plan is None else (resolved, None)
     inbox: Inbox = queue.SimpleQueue()
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None) as upload, ExitStack() as stack:  # it is locked
+    with runs.claim(run_id, resumed=resumed is not None) as upload, ExitStack() as stack:  # it is locked
         folder = (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id
         if choice is not None and resumed is not None:
             seen = choice.driver if isinstance(runs, LocalRuns) else None  # a copy may be older
             writer = RunWriter.reopen(folder, resolved.yaml_text, seen)
         else:
             writer = RunWriter.create(folder.parent, run_id, config.name, resolved.yaml_text, config.workload_name)
-        writer.secrets = resolved.secrets
+        writer.secrets, writer.upload = resolved.secrets, upload
         stack.enter_context(writer)
         signals = stack.enter_context(signals_to(inbox, passes_on=True)) if shared is None else shared.signals(inbox)
         stack.enter_context(stop_requests(writer, signals))
@@ -132,7 +132,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         writer.save_git_diff()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
-        return Run(resolved, options, choice, machine, writer, upload, inputs, inbox, signals).run()
+        return Run(resolved, options, choice, machine, writer, inputs, inbox, signals).run()
 
 
 def _opened(options: LaunchOptions, layout: RunLayout, reason: str, *, done: bool) -> None:
@@ -142,9 +142,9 @@ def _opened(options: LaunchOptions, layout: RunLayout, reason: str, *, done: boo
         observer.on_event({"event": OPENED, **where, "reason": reason, "done": done})
 
 
-def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
+def _already_done(view: RecordedRun, reason: str, options: LaunchOptions) -> int:
     """Report the end of a run that has already succeeded; return the exit code."""
-    _opened(options, view.layout, reason, done=True)
+    _opened(options, view, reason, done=True)
     if options.output == "json":
         print(json.dumps(summary.finished_event(view)), flush=True)
     elif options.shared is None:
@@ -174,7 +174,6 @@ class Run:
     choice: Choice | None
     machine: LocalResources | None
     writer: RunWriter
-    upload: RunUpload
     inputs: RunInputs
     inbox: Inbox
     signals: Signals
@@ -186,7 +185,7 @@ class Run:
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.observers: list[RunObserver] = [*self.options.observers]
         if shared is None:
-            display = open_display(
+            display = Display(
                 self.options.output,
                 layout.logs_dir,
                 self.writer.run_id,
@@ -205,7 +204,7 @@ class Run:
             if shared is None
             else shared.cluster
         )
-        self.upload.begin(self.recorder.warn, self._abort)
+        self.writer.begin_upload(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
 
     def _abort(self, error: DdptrainError) -> None:
@@ -381,8 +380,8 @@ class Run:
         )
         with self.signals.interrupting():
             places = workers.reserve(request_for(self.config, slots), hooks)
-        shows = self.options.shows
-        hidden = {place.rank for place in places if not shows(place.local_rank)} if shows is not None else set()
+        shows = self.options.shows or (lambda local_rank: True)
+        hidden = {place.rank for place in places if not shows(place.placement.local_rank)}
         self.recorder.ranks(len(places), self.log_sizes, hidden)
         if self.machine is None:
             self.recorder.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
@@ -451,13 +450,13 @@ class Run:
             self.ended = True  # the first one is the display
         return run_end
 
-    def _finish(self, run_end: RunEnd) -> RunView:
+    def _finish(self, run_end: RunEnd) -> RecordedRun:
         """Write the end of the run, the use of its time, and the last event; return the run."""
         writer = self.writer
         writer.finish(run_end.status, run_end.exit_code, run_end.failure)
         spent = time_use(writer.record, timed_events(writer.layout), writer.record.duration_s or 0.0)
         writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
-        view = RunView(writer.layout, writer.record)
+        view = RecordedRun(writer.layout.root, writer.record)
         writer.event(summary.finished_event(view))
         return view
 
@@ -467,9 +466,9 @@ class Run:
         deadline_s = self.config.failure.grace_s if is_stopping else deadlines.UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
-                problem = self.upload.flush(deadline_s)
+                problem = self.writer.finish_upload(deadline_s)
         except Interrupted:
-            problem = self.upload.flush(0.0)
+            problem = self.writer.finish_upload(0.0)
         error = ResultsError(problem) if problem else self.writer.loss
         if error is not None and run_end.exit_code == ExitCode.SUCCEEDED:
             run_end = judge_error(error, self.writer)

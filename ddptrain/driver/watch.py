@@ -6,19 +6,18 @@ import math
 import time
 from dataclasses import dataclass
 
-from ddptrain.driver.display import Display, open_display
-from ddptrain.driver.display.summary import exit_code_of, finished_event, summary_lines
+from ddptrain.driver.display import Display
+from ddptrain.driver.display.summary import exit_code_of
 from ddptrain.driver.observers import LIVE
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.news import SystemSample
-from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.log_tail import LogTail, start_of_last
 from ddptrain.results.metrics import MetricsReader, json_object
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import ProgressRecord, RunStatus, root_cause
-from ddptrain.results.runs import RunsDir
-from ddptrain.results.show.log_follower import LogCursor, start_of_last
-from ddptrain.results.system import SystemLine, parse_line
+from ddptrain.results.runs import Runs
+from ddptrain.results.system import parse_line
 
 _LOOK_EVERY_S = 0.5
 _EARLIER_EVENTS = 10_000  # lines of events.jsonl in which the last attempt begins
@@ -36,28 +35,26 @@ class WatchOptions:
     all_ranks: bool = False
 
 
-def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
+def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
     """Show a run until it has ended, and then its end; return its exit code. 130: Ctrl-C has ended the watching.
 
     Raises UsageError if run.json can't be read; StoreError.
     """
-    download, layout = runs.follow(view, None, numbers=True), view.layout
+    look = view.follow("logs/*", "*.jsonl")
 
-    def current() -> RunView:
-        if download is not None:
-            download()
-        found = load_run(layout.root)
+    def current() -> Run:
+        found = look()
         if found.problem:
             raise UsageError(found.problem)
         return found
 
     view = current()
     elapsed_s = view.duration_s or 0.0
-    with open_display(
-        options.output, layout.logs_dir, view.run_id, all_ranks=options.all_ranks, elapsed_s=elapsed_s
+    with Display(
+        options.output, view.logs_dir, view.run_id, all_ranks=options.all_ranks, elapsed_s=elapsed_s
     ) as display:
         try:
-            feed = _Feed(layout, display, options.lines)
+            feed = _Feed(view, display, options.lines)
             feed.update(view)
             while view.is_running and not display.broken:
                 time.sleep(_LOOK_EVERY_S)
@@ -71,32 +68,31 @@ def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
         if cause := root_cause(view.record.failure):
             level = "error" if view.status == RunStatus.FAILED else "warning"
             display.notice(f"run {view.run_id} {view.status_text}: {cause}", level=level)
-        display.close(None, summary_lines(view), finished_event(view))
+        display.on_end(view)
     return exit_code_of(view.record)
 
 
 class _Feed:
     """Passes what is new in the files of a run to a display."""
 
-    def __init__(self, layout: RunLayout, display: Display, lines: int) -> None:
+    def __init__(self, run: Run, display: Display, lines: int) -> None:
         self._display = display
-        self._offsets = {rank: start_of_last(path, lines) for rank, path in layout.logs().items()}
-        self._events = LogCursor(layout.events_jsonl, _EARLIER_EVENTS)
-        self._metrics = MetricsReader(layout.metrics_jsonl, last_bytes=_EARLIER_METRICS_BYTES)
-        self._system = LogCursor(layout.system_jsonl, _EARLIER_SAMPLES)
-        self._samples: dict[str, SystemSample] = {}
+        self._offsets = {rank: start_of_last(path, lines) for rank, path in run.logs().items()}
+        self._events = LogTail(run.events_jsonl, _EARLIER_EVENTS)
+        self._metrics = MetricsReader(run.metrics_jsonl, last_bytes=_EARLIER_METRICS_BYTES)
+        self._system = LogTail(run.system_jsonl, _EARLIER_SAMPLES)
         self._world_size = 0
         self._progress: ProgressRecord | None = None
         self._is_first = True
 
-    def update(self, view: RunView) -> None:
+    def update(self, view: Run) -> None:
         """Pass on what is new since the last call; the first call passes on the last attempt."""
         record = view.record
         if record.world_size != self._world_size:
             self._world_size = record.world_size
             ranks = {"event": "ranks", "count": record.world_size, "offsets": self._offsets, "hidden": ()}
             self._display.on_event(ranks)
-        events = [event for line in self._events.read() if (event := json_object(line.encode()))]
+        events = [event for line in self._events.texts() if (event := json_object(line.encode()))]
         if self._is_first:
             starts = [at for at, event in enumerate(events) if event.get("event") == "run_started"]
             events = events[starts[-1] if starts else 0 :]
@@ -105,14 +101,17 @@ class _Feed:
             if event.get("event") not in ("run_finished", *LIVE):  # the caller shows the end
                 self._display.on_event(event)
         attempt = record.attempts[-1].attempt if record.attempts else 1
-        for line in self._metrics.read():
-            if line.attempt == attempt:
-                values = {name: math.nan if value is None else value for name, value in line.values.items()}
-                step = None if line.step is None else int(line.step)
-                self._show_number(line.rank, Metrics(int(line.time_s * 1e9), values, step, line.epoch))
-        for text in self._system.read():
-            if (measured := parse_line(text.encode())) is not None:
-                self._show_use(measured)
+        for row in self._metrics.read():
+            if row.attempt == attempt:
+                values = {name: math.nan if value is None else value for name, value in row.values.items()}
+                step = None if row.step is None else int(row.step)
+                self._show_number(row.rank, Metrics(int(row.time_s * 1e9), values, step, row.epoch))
+        for text in self._system.texts():
+            if (line := parse_line(text.encode())) is not None:
+                of_host = line.rank is None
+                use, of_ranks = (line.values, {}) if of_host else ({}, {str(line.rank): line.values})
+                sample = SystemSample(line.rank or 0, int(line.time_s * 1e9), line.host, use, of_ranks)
+                self._display.on_event({"event": "system", "sample": sample})
         if (progress := record.progress) is not None and progress != self._progress:
             self._progress = progress
             for rank, done in progress.ranks.items():
@@ -122,14 +121,3 @@ class _Feed:
 
     def _show_number(self, rank: int, number: Metrics | Progress) -> None:
         self._display.on_event({"event": "numbers", "rank": rank, "numbers": [number]})
-
-    def _show_use(self, line: SystemLine) -> None:
-        """Show a line of system.jsonl together with the last one of its host."""
-        last = self._samples.get(line.host)
-        use, ranks = (last.use, last.ranks) if last is not None else ({}, {})
-        if line.rank is None:
-            use = line.values
-        else:
-            ranks = {**ranks, str(line.rank): line.values}
-        self._samples[line.host] = SystemSample(line.rank or 0, int(line.time_s * 1e9), line.host, use, ranks)
-        self._display.on_event({"event": "system", "sample": self._samples[line.host]})

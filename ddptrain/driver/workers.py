@@ -12,7 +12,6 @@ import json
 import threading
 import time
 import uuid
-import weakref
 import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -179,7 +178,7 @@ class Workers:
 
     def subscribe(self) -> None:
         """Receive news of the run's workers, and their losses, from now on. Raises ClusterError after 10 s."""
-        self.client.subscribe_topic(self._topic, weakly(self._on_news))  # Dask never forgets a handler
+        self.client.subscribe_topic(self._topic, self._on_news)
         self._news.add(self.run_id, self._on_all)
         deadline, pause_s = time.monotonic() + _SUBSCRIBE_S, _FIRST_PING_S
         while not self._echoed.is_set():
@@ -365,7 +364,8 @@ class Workers:
         if not self.connected:
             return  # the scheduler has released everything
         with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks; the next calls must run
-            self._news.remove(self.run_id)  # the run's own topic is removed as a whole with its slots
+            self._news.remove(self.run_id)
+            self.client.unsubscribe_topic(self._topic)
         self.end_attempt()
         with contextlib.suppress(Exception):  # as above
             asked = self.client.run_on_scheduler(slots.release, self.run_id, client=self.client.id, asynchronous=True)
@@ -480,17 +480,6 @@ class ClusterNews:
     def _deliver(self, event: tuple[float, Any]) -> None:
         for handler in self._handlers.values():
             handler(event)
-
-
-def weakly(method: Handler) -> Handler:
-    """Return a function that calls a bound method as long as its object exists, and does not keep it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(event: tuple[float, Any]) -> None:
-        if (found := reference()) is not None:
-            found(event)
-
-    return call
 
 
 # --- calls of the cluster ---

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ddptrain.config.resolved import dump_yaml
 from ddptrain.errors import UsageError
@@ -19,50 +19,53 @@ from ddptrain.results.checkpoints.consolidation import consolidate
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import BEST, LATEST, RunLayout
-from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.results.recorded_config import is_own_record, of_the_model, parsed_config
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.storage.store import is_plain
 
 LISTING = "manifest.json"  # of images, in inputs/: with it the same images are held out in each evaluation
 
 
-@dataclass(frozen=True, slots=True)
-class Retrained:
-    """What `ddptrain retrain` knows about a version: see VersionRecord."""
-
-    data: str = ""
-    held_out: str = ""
-    config: str = ""
-    evaluation: Mapping[str, float] = field(default_factory=dict)
-
-
-def add_run(
-    registry: ModelRegistry, model: str, view: RunView, which: str = BEST, retrained: Retrained | None = None
-) -> VersionRecord:
+def add_run(registry: ModelRegistry, model: str, view: Run, which: str = BEST, **known: Any) -> VersionRecord:
     """Add a checkpoint of a run as the next version of a model; return the existing version if it was added before.
 
-    which: best, latest, or the name of a checkpoint such as step-100.
+    which: best, latest, or the name of a checkpoint such as step-100. known: what `ddptrain retrain` knows about the
+    version: the fields data, held_out, config and evaluation of its record.
 
     Raises:
         UsageError: the run has no checkpoint, or the checkpoint is not what its manifest says.
         StoreError: the registry cannot be written.
     """
-    folder = find_checkpoint(view.layout, which)
+    folder = view.checkpoint(which)
     try:
         checkpoint = verify(folder)
     except CheckpointDamaged as error:
         raise UsageError(f"cannot add {folder} to model {model}: {error}; choose another with --checkpoint") from error
     pointer = f"{folder.name}\n".encode()
     sources: dict[str, Path | bytes] = {f"checkpoints/{BEST}": pointer, f"checkpoints/{LATEST}": pointer}
-    layout = view.layout
+    layout = view
     small = [name for name in layout.artifacts() if name.endswith(".json") and is_plain(name)]
     sources |= _existing(layout, *(layout.artifacts_dir / name for name in small), layout.inputs_dir / LISTING)
-    record = _record(registry, model, view, retrained or Retrained())
-    complete = replace(record, step=checkpoint.step, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
+    run = view.record
+    record = VersionRecord(
+        model=model,
+        version=0,  # number, time and files are filled in by add_version
+        created_at="",
+        files=(),
+        run_id=view.run_id,
+        workload=run.workload,
+        step=checkpoint.step,
+        epoch=checkpoint.epoch,
+        metrics=checkpoint.metrics,
+        parent=registry.state(model).version_of(CHAMPION),
+        code=run.code.hash if run.code else (run.git.commit if run.git else ""),
+        versions=run.versions,
+        **known,
+    )
     with _whole(folder, checkpoint.files) as (whole, names):
         sources |= {f"checkpoints/{folder.name}/{name}": whole / name for name in names}
-        return registry.add_version(model, sources, complete)
+        return registry.add_version(model, sources, record)
 
 
 @contextmanager
@@ -92,22 +95,3 @@ def _existing(layout: RunLayout, *others: Path) -> dict[str, Path | bytes]:
     if name in found and not is_own_record(layout.config_yaml):
         found[name] = dump_yaml(of_the_model(parsed_config(read_bytes(layout.config_yaml)))).encode()
     return found
-
-
-def _record(registry: ModelRegistry, model: str, view: RunView, retrained: Retrained) -> VersionRecord:
-    """Return the record of a run's version; number, time and files are filled in by add_version."""
-    run = view.record
-    return VersionRecord(
-        model=model,
-        version=0,
-        created_at="",
-        files=(),
-        run_id=view.run_id,
-        workload=run.workload,
-        step=0,
-        metrics={},
-        parent=registry.state(model).version_of(CHAMPION),
-        code=run.code.hash if run.code else (run.git.commit if run.git else ""),
-        versions=run.versions,
-        **asdict(retrained),
-    )

@@ -81,8 +81,8 @@ class OwnFolder(LocalFolder, Store):
 
     def write(self, path: str, data: bytes | Path) -> None:
         """See Store."""
+        self.make_parent(path)
         try:
-            self.make_parent(path)
             with file_ops.atomic_file(self.folder / path) as file:
                 if isinstance(data, bytes):
                     file.write(data)
@@ -96,7 +96,7 @@ class OwnFolder(LocalFolder, Store):
         """See Store. Folders that become empty are deleted as well."""
         file = self.folder / path
         try:
-            require_own_folder(file.parent)
+            require_own_folder(self._root)
             file.unlink()
         except FileNotFoundError:
             return
@@ -126,10 +126,10 @@ class OwnFolder(LocalFolder, Store):
         """See Store: the file must be new. It gets its name with link(2), which fails if the name exists."""
         if before is not None:
             raise NoConditionalWrites("a file of a folder is only created on a condition, not replaced")
+        self.make_parent(path)
         file = self.folder / path
         beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
         try:
-            self.make_parent(path)
             file_ops.write_atomic(beside, data)
             try:
                 os.link(beside, file)
@@ -143,20 +143,15 @@ class OwnFolder(LocalFolder, Store):
         return Versioned(data)
 
     def make_parent(self, path: str) -> None:
-        """Create the folders of a file; each must be this user's. The root's own parents are created as well.
-
-        Raises StoreError for a folder of another user; OSError.
-        """
+        """Create the folders of a file, if the root is this user's. Raises StoreError."""
         try:
             self._root.mkdir(mode=0o755, parents=True, exist_ok=True)
-            folder = self._root
-            require_own_folder(folder)
-            for part in Path(self._path, path).parts[:-1]:
-                folder /= part
-                folder.mkdir(mode=0o755, exist_ok=True)
-                require_own_folder(folder)
+            require_own_folder(self._root)
+            (self.folder / path).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         except ResultsError as error:
-            raise StoreError(str(error).replace("--runs-dir", "--models-dir")) from error
+            raise StoreError(str(error)) from error
+        except OSError as error:
+            raise self._error("written", path, error) from error
 
     def _error(self, action: str, path: str, error: Exception) -> StoreError:
         if isinstance(error, FileNotFoundError):

@@ -6,20 +6,17 @@ import dataclasses
 import functools
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Self, cast
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.results.run_record import as_json_data
 
 SCHEMA = 1
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEEPEST_PATH = 6
 # Records have null for a number that is not finite, because JSON has none.
 Numbers = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
@@ -31,13 +28,23 @@ class RegistryDamaged(DdptrainError):
     exit_code = ExitCode.CLUSTER
 
 
+def _inside(path: str) -> str:
+    parts = path.split("/")
+    if {"", ".", ".."} & set(parts) or "\\" in path or not path.isprintable() or len(parts) > _DEEPEST_PATH:
+        raise ValueError(f"the path {path!r} leads out of the version's folder")
+    return path
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """A file of a version: its path below the version's folder, size and SHA-256."""
 
-    path: str
-    size_bytes: int
-    sha256: str
+    path: Annotated[str, AfterValidator(_inside)]
+    size_bytes: _Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +57,15 @@ class VersionRecord:
     """
 
     model: str
-    version: int
+    version: _Count
     created_at: str
     run_id: str
     workload: str
-    step: int
+    step: _Count
     metrics: Numbers
     files: tuple[ModelFile, ...]
     epoch: float | None = None
-    parent: int | None = None
+    parent: _Count | None = None
     code: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     data: str = ""
@@ -84,13 +91,9 @@ class VersionRecord:
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read version.json. `name` is the file's, for the message. Raises RegistryDamaged."""
         record: Self = decoded(cls, data, name)
-        _require_counts(name, record.version, record.step, record.parent or 0)
         paths = [file.path for file in record.files]
         if not paths or len(set(paths)) < len(paths):
             raise RegistryDamaged(f"{name} is damaged: it lists no files, or one twice")
-        for file in record.files:
-            if problem := _file_problem(file):
-                raise RegistryDamaged(f"{name} is damaged: {shorten(problem)}")
         return record
 
 
@@ -104,16 +107,16 @@ class Change:
     aliases: alias -> version number. removed: the latest versions that were deleted, or are being deleted.
     """
 
-    number: int = 0
+    number: _Count = 0
     time: str = ""
     action: str = ""
-    version: int = 0
+    version: _Count = 0
     user: str = ""
     host: str = ""
-    aliases: Mapping[str, int] = field(default_factory=dict)
+    aliases: Mapping[str, _Count] = field(default_factory=dict)
     alias: str = ""
     reason: str = ""
-    removed: tuple[int, ...] = ()
+    removed: tuple[_Count, ...] = ()
     schema: int = SCHEMA
 
     def version_of(self, alias: str) -> int | None:
@@ -135,9 +138,7 @@ class Change:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read an entry. Raises RegistryDamaged."""
-        record: Self = decoded(cls, data, name)
-        _require_counts(name, record.number, record.version, *record.aliases.values(), *record.removed)
-        return record
+        return cast(Self, decoded(cls, data, name))
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
@@ -158,19 +159,3 @@ def decoded(cls: Any, data: bytes, name: str) -> Any:
 @functools.cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
-
-
-def _require_counts(name: str, *numbers: int) -> None:
-    if min(numbers) < 0:
-        raise RegistryDamaged(f"{name} is damaged: {min(numbers)} is not a number of 0 or more")
-
-
-def _file_problem(file: ModelFile) -> str:
-    """Return why an entry of `files` in a record is invalid, or ""."""
-    parts = PurePosixPath(file.path).parts
-    is_inside = parts and not file.path.startswith("/") and not {"..", "."} & set(file.path.split("/"))
-    if not is_inside or "\\" in file.path or not file.path.isprintable() or len(parts) > _DEEPEST_PATH:
-        return f"the path {file.path!r} leads out of the version's folder"
-    if file.size_bytes < 0 or not _SHA256.fullmatch(file.sha256):
-        return f"{file.path} has no size or no SHA-256"
-    return ""

@@ -18,6 +18,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -30,7 +31,7 @@ from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, 
 from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, ModelReference, check_alias, check_model_name
 from ddptrain.results.run_record import utc_now
 from ddptrain.storage.object_store import ObjectStore, open_folder
-from ddptrain.storage.store import NoConditionalWrites, NotFound, Store, WriteConflict, is_url
+from ddptrain.storage.store import NoConditionalWrites, NotFound, Store, StoreError, WriteConflict, is_url
 
 RECORD = "version.json"
 _RECORD_BYTES = 4 << 20
@@ -129,30 +130,38 @@ class ModelRegistry:
             raise UsageError(f"model {reference.model} has no alias {reference.alias}: {hint}")
         return self.version(reference.model, number)
 
-    def verify(self, record: VersionRecord) -> None:
-        """Compare every file of a version with its record. Raises RegistryDamaged, which names the file."""
-        folder = self._version_folder(record.model, record.version)
+    def verify(self, record: VersionRecord, copy: Path | None = None) -> None:
+        """Compare every file of a version, or of a local copy, with its record.
+
+        Raises RegistryDamaged, which names the file.
+        """
+        folder = OwnFolder(copy) if copy else self._version_folder(record.model, record.version)
         for file in record.files:
-            digest, size_bytes = sha256(), 0
+            digest, size_bytes, problem = sha256(), 0, ""
             try:
                 for chunk in folder.chunks(file.path):
                     digest.update(chunk)
                     size_bytes += len(chunk)
             except NotFound:
-                raise self._damaged(record, file, "is missing") from None
-            self._check(record, file, size_bytes, digest.hexdigest())
+                problem = "is missing"
+            if not problem and size_bytes != file.size_bytes:
+                problem = f"has {size_bytes:,} bytes instead of {file.size_bytes:,}"
+            if not problem and digest.hexdigest() != file.sha256:
+                problem = "has another SHA-256 than its record"
+            if problem:
+                where = f"{self.where}/{record.model}/versions/{record.version}/{file.path}"
+                raise RegistryDamaged(
+                    f"version {record.version} of model {record.model} is damaged: {where} {problem}; "
+                    f"use another version (ddptrain models show {record.model})"
+                )
 
     def fetch(self, record: VersionRecord, target: Path) -> None:
         """Copy a version's files into a new folder and verify them. Raises RegistryDamaged, which names the file."""
         folder = self._version_folder(record.model, record.version)
         for file in record.files:
-            path = target / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                folder.fetch(file.path, path)
-            except NotFound:
-                raise self._damaged(record, file, "is missing") from None
-            self._check(record, file, *hash_file(path))
+            with suppress(NotFound):  # verify() names it
+                folder.fetch(file.path, target / file.path)
+        self.verify(record, target)
 
     def _is_model(self, name: str) -> bool:
         try:
@@ -186,19 +195,6 @@ class ModelRegistry:
     def _version_folder(self, model: str, number: int) -> Store:
         return self._below(model, "versions").below(str(number))
 
-    def _check(self, record: VersionRecord, file: ModelFile, size_bytes: int, digest: str) -> None:
-        if size_bytes != file.size_bytes:
-            raise self._damaged(record, file, f"has {size_bytes:,} bytes instead of {file.size_bytes:,}")
-        if digest != file.sha256:
-            raise self._damaged(record, file, "has another SHA-256 than its record")
-
-    def _damaged(self, record: VersionRecord, file: ModelFile, what: str) -> RegistryDamaged:
-        where = f"{self.where}/{record.model}/versions/{record.version}/{file.path}"
-        return RegistryDamaged(
-            f"version {record.version} of model {record.model} is damaged: {where} {what}; "
-            f"use another version (ddptrain models show {record.model})"
-        )
-
     # --- changes ---
 
     def add_version(self, model: str, sources: Mapping[str, Path | bytes], record: VersionRecord) -> VersionRecord:
@@ -225,9 +221,8 @@ class ModelRegistry:
         earlier: list[VersionRecord] = []
 
         def edit(state: Change) -> Change | None:
-            if others := [each for each in self._same_training(model, record) if each.version != number]:
-                created = {change.version for change in self.history(model) if change.action == "created"}
-                earlier[:] = [each for each in others if each.version in created]
+            created = {change.version for change in self.history(model) if change.action == "created"}
+            earlier[:] = [each for each in self._same_training(model, record) if each.version in created]
             return None if earlier else replace(state, action="created", version=number)
 
         self.change(model, edit)
@@ -433,7 +428,7 @@ def open_version(registry: ModelRegistry, record: VersionRecord) -> Path:
         registry.verify(record)
         return Path(registry.folder.folder, record.model, "versions", str(record.version))
     copy = _copy_folder(registry, record)
-    if not _is_complete(copy, record):
+    if not _is_complete(registry, record, copy):
         incoming = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}.tmp")
         try:
             incoming.mkdir(mode=0o700, parents=True)
@@ -441,7 +436,7 @@ def open_version(registry: ModelRegistry, record: VersionRecord) -> Path:
             try:
                 publish(incoming, copy)
             except OSError:  # there is a copy: a damaged one, or that of another process, which reads it already
-                if not _is_complete(copy, record):
+                if not _is_complete(registry, record, copy):
                     shutil.rmtree(copy, ignore_errors=True)
                     publish(incoming, copy)
         finally:
@@ -457,11 +452,12 @@ def _copy_folder(registry: ModelRegistry, record: VersionRecord) -> Path:
     return user_cache_path("ddptrain", appauthor=False) / "models" / place / record.model / str(record.version)
 
 
-def _is_complete(folder: Path, record: VersionRecord) -> bool:
+def _is_complete(registry: ModelRegistry, record: VersionRecord, copy: Path) -> bool:
     try:
-        return all(hash_file(folder / file.path) == (file.size_bytes, file.sha256) for file in record.files)
-    except OSError:
+        registry.verify(record, copy)
+    except (RegistryDamaged, StoreError):
         return False
+    return True
 
 
 def _hashed(source: Path | bytes) -> tuple[int, str]:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Self, cast
+from typing import Annotated, Self, cast
+
+from pydantic import AfterValidator, Field
 
 from ddptrain.model_registry.records import Numbers, RegistryDamaged, decoded
 from ddptrain.results.layout import valid_run_id
@@ -56,6 +58,21 @@ class RetrainStatus(StrEnum):
     ABANDONED = "abandoned"  # a later start had another configuration, and began anew
 
 
+def _time(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without a zone")
+    return text
+
+
+def _run_id(text: str) -> str:
+    if text and not valid_run_id(text):
+        raise ValueError("it is not the id of a run")
+    return text
+
+
+_Time = Annotated[str, AfterValidator(_time)]
+
+
 @dataclass(frozen=True, slots=True)
 class GateOutcome:
     """One condition of the gate: the values, whether it passed, and why, in words."""
@@ -75,24 +92,24 @@ class RetrainRecord:
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
     data: the digest of the training data. difference: how the data differ from those of the champion, in words.
     scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
-    notes: what the evaluation could not do, in words. promoted_anyway: although the gate rejected it.
+    notes: what the evaluation could not do, in words.
     champion: the version that was the champion before, None if there was none. version: the version that it created.
     reason: why it ended as it did, in one line. told: the events that users were notified of.
     """
 
-    number: int
+    number: Annotated[int, Field(ge=0)]
     model: str
-    started_at: str
-    run_id: str = ""
+    started_at: _Time
+    run_id: Annotated[str, AfterValidator(_run_id)] = ""
     config: str = ""
     status: str = RetrainStatus.RUNNING
-    stage: str = Stage.NONE
+    stage: Stage = Stage.NONE
     slot: str = ""
     forced: bool = False
     user: str = ""
     host: str = ""
     starts: int = 1
-    ended_at: str | None = None
+    ended_at: _Time | None = None
     exit_code: int | None = None
     reason: str = ""
     data: str = ""
@@ -105,7 +122,6 @@ class RetrainRecord:
     gate: tuple[GateOutcome, ...] = ()
     champion: int | None = None
     version: int | None = None
-    promoted_anyway: bool = False
     told: tuple[str, ...] = ()
     schema: int = SCHEMA
 
@@ -126,14 +142,7 @@ class RetrainRecord:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
-        record = cast(Self, decoded(cls, data, name))
-        times = (record.started_at, record.ended_at or record.started_at)
-        is_valid = all(map(_is_time, times)) and record.stage in list(Stage) and record.number >= 0
-        if not is_valid or (record.run_id and not valid_run_id(record.run_id)):
-            raise RegistryDamaged(
-                f"{name} is damaged: its times, stage, number or run_id are not those of a retraining"
-            )
-        return record
+        return cast(Self, decoded(cls, data, name))
 
 
 class RetrainRecords:
@@ -196,13 +205,6 @@ class RetrainRecords:
                 record = RetrainRecord.from_json(data, name)
                 if record.version not in versions and not record.is_running:
                     self._folder.remove(name)
-
-
-def _is_time(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).tzinfo is not None
-    except ValueError:
-        return False
 
 
 def _name(number: int) -> str:

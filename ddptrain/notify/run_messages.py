@@ -18,7 +18,7 @@ from ddptrain.text_tables import clean_line, duration
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 _EVERY_S = 60.0  # what happens in this time after a message is sent together
 _MOST = 20  # in one message
@@ -54,7 +54,7 @@ class RunMessages:
                 self._attempts = 1
                 self._put("recovery", f"after a failure the run trains again, from {self._from}")
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Send what is left, and the end of the run."""
         self._ended.set()
         if self._thread.ident is not None:
@@ -70,7 +70,7 @@ class RunMessages:
                 noun: run.run_id,
                 "duration": duration(run.duration_s),
                 "log": failure.log if failure is not None else "",
-                "directory": run.layout.where,
+                "directory": run.where,
             }
             kinds: dict[str, Kind] = {"failed": "failure", "finished": "success"}
             title = what + (f": {clean_line(cause)}" if cause else "")

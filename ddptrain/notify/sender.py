@@ -1,18 +1,13 @@
 """Sends messages with Apprise, in a process of its own (sender_process.py).
 
-A process, because Apprise and the services' code block, log and start threads as they like: the process is killed at
-the deadline, so that a silent server holds up neither this process nor its end, and what it logs reaches no log of this
-process. It gets the URLs on stdin, so that no list of processes shows them.
+So a silent server holds up neither this process nor its end, and what Apprise logs reaches no log of this process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,10 +16,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.wording import shorten
-from ddptrain.errors import one_line
+from ddptrain.isolated import Isolated
 from ddptrain.log import Log
 from ddptrain.optional_packages import install_command
-from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import clean_line
@@ -175,42 +169,19 @@ def _send_named(
     message: Mapping[str, Any], named: list[tuple[str, str]], timeout_s: float, retries: int
 ) -> Iterable[tuple[str, Delivery]]:
     """Yield the name of each entry with what became of a target; an entry may have several targets."""
-    request = {**message, "urls": named, "timeout_s": timeout_s, "retries": retries}
-    lines, trouble = _call(json.dumps(request).encode(), timeout_s + _START_S)
-    silent = dict(named)
-    for line in lines:
-        try:
-            answer = json.loads(line)
-            name, url = named[answer["index"]]
-            service, problem = str(answer["service"]), str(answer["problem"])
-        except (ValueError, TypeError, LookupError):
-            continue
-        silent.pop(name, None)
-        yield name, Delivery(sanitized(f"{name} ({service})" if service else name), problem and _safe(problem, url))
+    request = {**message, "urls": [url for _, url in named], "timeout_s": timeout_s, "retries": retries}
+    silent, trouble = dict(named), "there was no answer"
+    try:
+        with Isolated("ddptrain.notify.sender_process:send", request) as process:
+            for index, service, problem in process.answers(timeout_s + _START_S):
+                name, url = named[index]
+                silent.pop(name, None)
+                target = sanitized(f"{name} ({service})" if service else name)
+                yield name, Delivery(target, problem and _safe(problem, url))
+    except Exception as error:  # of the process or of Apprise; the training goes on
+        trouble = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
     for name, url in silent.items():
         yield name, Delivery(name, _safe(trouble, url))
-
-
-def _call(request: bytes, timeout_s: float) -> tuple[list[bytes], str]:
-    """Return the lines of the process that sends, and why there may be none."""
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "ddptrain.notify.sender_process"]
-    what = "the process that sends it"
-    try:
-        done = subprocess.run(
-            command,
-            input=request,
-            capture_output=True,
-            timeout=timeout_s,
-            env=without_working_directory(os.environ),
-            start_new_session=True,  # Ctrl-C at a terminal would end it before it has answered
-            check=False,
-        )
-    except subprocess.TimeoutExpired as expired:
-        return (expired.stdout or b"").splitlines(), f"{what} did not end within {timeout_s:g} s"
-    except (OSError, ValueError) as error:
-        return [], f"{what} could not be started: {one_line(error)}"
-    last = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    return done.stdout.splitlines(), f"{what} ended with {done.returncode}" + (f": {last[-1]}" if last else "")
 
 
 def _safe(problem: str, url: str) -> str:

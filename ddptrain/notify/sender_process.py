@@ -1,17 +1,12 @@
-"""The process that sends a message with Apprise: reads a request from stdin, writes a JSON line for each target.
-
-It is killed by its parent, or ends by itself at the deadline, also if a thread hangs.
-"""
+"""The process that sends a message with Apprise; it ends at the deadline, also if a thread hangs."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import apprise
@@ -27,36 +22,26 @@ _CAUSE = re.compile(
 _NO_TIME_LEFT = re.compile(r"^Service '.*' did not finish within ")
 
 
-def main() -> None:
-    """Send what stdin requests. Ends the process."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # plugins may print
+def send(request: dict[str, Any], answer: Callable[[object], None]) -> None:
+    """Send a message to all URLs; answer the index of the URL, the service, and why it was not delivered, or ""."""
     logging.getLogger("apprise").setLevel(logging.DEBUG)  # read from the results; there is no other handler
     logging.getLogger("apprise").propagate = False
-    request = json.load(sys.stdin)
-    lock = threading.Lock()
-
-    def answer(index: int, service: str, problem: str) -> None:
-        with lock:
-            print(json.dumps({"index": index, "service": service, "problem": problem}), file=answers, flush=True)
-
     timeout_s = request["timeout_s"]
     asset = apprise.AppriseAsset(
         app_id="ddptrain", app_desc="ddptrain", default_service_retry=request["retries"], default_service_wait=_PAUSE_S
     )
-    found = [(index, target) for index, (_, url) in enumerate(request["urls"]) for target in targets(url, asset)]
+    found = [(index, target) for index, url in enumerate(request["urls"]) for target in targets(url, asset)]
     started = time.monotonic()
     threads = []
     for index, target in found:
         if isinstance(target, str):
-            answer(index, "", target)
+            answer([index, "", target])
             continue
         thread = threading.Thread(target=_send, args=(target, request, index, answer), daemon=True)
         thread.start()
         threads.append(thread)
     for thread in threads:
         thread.join(max(0.0, started + timeout_s + _END_GRACE_S - time.monotonic()))
-    os._exit(0)  # threads of Apprise may still wait for a server
 
 
 def targets(url: str, asset: apprise.AppriseAsset) -> list[apprise.NotifyBase | str]:
@@ -84,9 +69,9 @@ def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> Non
             timeout=request["timeout_s"],
             log_level=logging.DEBUG,
         )
-        answer(index, scheme, "" if result else problem_of(result, request["timeout_s"]))
+        answer([index, scheme, "" if result else problem_of(result, request["timeout_s"])])
     except Exception as error:  # a plugin may raise anything; the other targets get their message
-        answer(index, scheme, f"{type(error).__name__}: {error}")
+        answer([index, scheme, f"{type(error).__name__}: {error}"])
 
 
 def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
@@ -101,7 +86,3 @@ def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
     last = problems[-1].rstrip(".") if problems else ""
     text = f"{last} ({cause})" if last and cause and cause not in last else last or cause
     return text or "the service gave no reason"
-
-
-if __name__ == "__main__":
-    main()

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.version import __version__
+
+if TYPE_CHECKING:
+    from ddptrain.config.run_config import RunConfig
 
 LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
@@ -200,7 +203,7 @@ class RankSpec:
     run_id: str
     attempt: int
     rank: int
-    config: Any = field(repr=False)
+    config: RunConfig = field(repr=False)
     placement: Placement
     group: ProcessGroup
     code: Code
@@ -266,10 +269,10 @@ def _fields(part: Any) -> dict[str, Any]:
 _ENCODER = json.JSONEncoder(default=_fields)
 
 
-def sections(raw: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the sections of a configuration, from its JSON data, as they are in a spec."""
+def sections(raw: Mapping[str, Any]) -> RunConfig:
+    """Return the sections of a configuration, from its JSON data, as they are in a spec: with its fields only."""
     found = {name: SimpleNamespace(**each) if isinstance(each, dict) else each for name, each in raw.items()}
-    return SimpleNamespace(**found)
+    return cast("RunConfig", SimpleNamespace(**found))
 
 
 def _decoded(kind: Any, raw: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a run has saved, for the page: tables, pictures, galleries of predictions, and a confusion matrix.
+"""What a run has saved, for the page: tables, pictures, and galleries of predictions, mistakes first.
 
 A picture is not copied: it is decoded and encoded again, so that a page contains only what this program has written.
 Files that are too large, damaged, or of another format are left out.
@@ -11,16 +11,15 @@ import csv
 import io
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ddptrain.file_ops import open_regular
 from ddptrain.results.layout import files_below
-from ddptrain.results.lookup import RunView
-from ddptrain.text_tables import number
+from ddptrain.results.run import Run
 
 _MOST_FILES, _MOST_TABLES, _MOST_ROWS, _MOST_COLUMNS = 5000, 20, 100, 20
 _LARGEST_FILE_BYTES = 32 << 20  # the beginning of a larger table is read; a larger picture is left out
@@ -29,9 +28,7 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _MOST_PIXELS = 32_000_000
 _LONGEST_SIDE, _SMALL = 480, 64  # pixels of a picture in the page; of one that is enlarged without smoothing
 _MOST_IN_GALLERY, _MOST_GROUPS, _MOST_OF_GROUP = 60, 12, 24
-_MOST_PREDICTIONS, _MOST_CLASSES, _WORST = 500_000, 24, 10
-_PREDICTION = ("key", "label", "prediction", "probability")
-_OTHER = "other classes"
+_MOST_PREDICTIONS = 500_000
 _STEP = re.compile(r"step-(\d{1,18})-")
 _EVALUATED = re.compile(r"(val|valid|validation|eval|test|mistakes)", re.IGNORECASE)
 
@@ -71,53 +68,31 @@ class GalleryItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Confusion:
-    """Which class was predicted for the images of which class.
-
-    rows: class, its recall from 0 to 1, and for each predicted class the count with a shade from 0 to 9.
-    worst: the wrong predictions with the highest probability: key, class, predicted class, probability.
-    """
-
-    classes: Sequence[str]
-    rows: Sequence[tuple[str, float, Sequence[tuple[int, int]]]]
-    total: int
-    right: int
-    worst: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True, slots=True)
 class Artifacts:
-    """galleries: tables with images, by path, those of held-out data first. pictures: other images, by folder.
+    """galleries: tables with images, by path, those of held-out data first; in each, wrong predictions are first.
 
-    files: the other files with their sizes in bytes.
+    pictures: other images, by folder. files: the other files with their sizes in bytes.
     """
 
     tables: Sequence[Table] = ()
     galleries: Sequence[tuple[str, Sequence[GalleryItem]]] = ()
-    confusion: Confusion | None = None
     pictures: Sequence[tuple[str, Sequence[Picture]]] = ()
     files: Sequence[tuple[str, int]] = ()
 
 
-def read_artifacts(view: RunView, most_pictures: int) -> Artifacts:
+def read_artifacts(view: Run, most_pictures: int) -> Artifacts:
     """Return what the run has saved."""
-    root = view.layout.artifacts_dir
+    root = view.artifacts_dir
     below = ((path.relative_to(root).as_posix(), size) for path, size in islice(files_below(root), _MOST_FILES))
     files = dict(sorted(below))
     reader = _Reader(root, files, most_pictures)
     tables = list(filter(None, map(reader.table, _newest_tables(files))))
     galleries = [(table.path, items) for table in tables if (items := reader.gallery(table))]
-    confusion = _confusion(reader.predictions())
     shown = {path for path, _ in galleries}
     in_tables = {cell for table in tables for row in table.rows for cell in row}
     return Artifacts(
-        [
-            each
-            for each in tables
-            if each.path not in shown and not (confusion and each.path.startswith("predictions/"))
-        ],
+        [table for table in tables if table.path not in shown],
         sorted(galleries, key=lambda gallery: not _EVALUATED.search(gallery[0])),
-        confusion,
         reader.groups([path for path in files if _is_picture(path) and path not in in_tables]),
         [(path, size) for path, size in files.items() if not path.endswith(".png")],
     )
@@ -159,48 +134,25 @@ class _Reader:
             return
 
     def table(self, path: str) -> Table | None:
-        """Return the first rows of a table; None if it is empty."""
+        """Return the first rows of a table, of a table of predictions the wrong ones; None if it is empty."""
         rows = self.rows(path)
-        shown = [[_short(cell) for cell in row[:_MOST_COLUMNS]] for row in islice(rows, _MOST_ROWS + 1)]
-        return Table(path, shown[0], shown[1:], next(rows, None) is not None) if shown and shown[0] else None
-
-    def predictions(self) -> Iterator[Sequence[str]]:
-        """Yield key, label, prediction and probability of the rows in predictions/ of all ranks."""
-        for path in self._files:
-            if not (path.startswith("predictions/") and path.lower().endswith(".csv")):
-                continue
-            rows = self.rows(path)
-            header = next(rows, [])
-            if {"label", "prediction"} <= set(header):
-                at = [header.index(name) if name in header else len(header) for name in _PREDICTION]
-                for row in rows:
-                    if len(row) == len(header):
-                        yield [_short((*row, "")[index]) for index in at]
+        columns = [_short(cell) for cell in next(rows, [])[:_MOST_COLUMNS]]
+        if {"label", "prediction"} <= set(columns):
+            rows = iter(sorted(islice(rows, _MOST_PREDICTIONS), key=lambda row: not _is_wrong(columns, row)))
+        shown = [[_short(cell) for cell in row[:_MOST_COLUMNS]] for row in islice(rows, _MOST_ROWS)]
+        return Table(path, columns, shown, next(rows, None) is not None) if columns else None
 
     def picture(self, path: str) -> Picture | None:
         """Return the picture of a file; None if it cannot be shown, or there are too many."""
         if not _is_picture(path) or not 0 < self._files.get(path, 0) <= _LARGEST_FILE_BYTES or self._left <= 0:
             return None
-        from PIL import Image
-
         try:
-            with (
-                os.fdopen(open_regular(self._folder / path), "rb") as file,
-                Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image,
-            ):
-                if image.width * image.height > _MOST_PIXELS:
-                    return None
-                image.draft("RGB", (_LONGEST_SIDE, _LONGEST_SIDE))  # a large JPEG is decoded smaller
-                shown = image.convert("RGBA" if image.has_transparency_data else "RGB")
-        except Exception:  # a damaged image raises errors of many types
+            state = (self._folder / path).lstat()
+        except OSError:
             return None
-        shown.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-        kind = "JPEG" if max(shown.size) > 2 * _SMALL and shown.mode == "RGB" else "PNG"
-        target = io.BytesIO()
-        shown.save(target, kind, quality=85)
-        self._left -= 1
-        data = base64.b64encode(target.getvalue()).decode()
-        return Picture(PurePosixPath(path).name, f"data:image/{kind.lower()};base64,{data}", *shown.size)
+        found = _picture(self._folder / path, state.st_size, state.st_mtime_ns)
+        self._left -= found is not None
+        return found
 
     def gallery(self, table: Table) -> list[GalleryItem]:
         """Return the images that a table's cells name, wrong predictions first; none if it names no images."""
@@ -208,12 +160,11 @@ class _Reader:
         of_images = (all(_is_picture(cell) and cell.startswith("images/") for cell in column) for column in columns)
         if (at := next((at for at, is_images in enumerate(of_images) if is_images), None)) is None:
             return []
-        items = []
-        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows if len(row) == len(table.columns)]
-        for row in sorted(rows, key=lambda row: not _is_wrong(row))[:_MOST_IN_GALLERY]:
-            name = table.columns[at]
-            if (picture := self.picture(row[name])) is not None:
-                items.append(GalleryItem(picture, [item for item in row.items() if item[0] != name], _is_wrong(row)))
+        items: list[GalleryItem] = []
+        for row in (row for row in table.rows if len(row) == len(table.columns)):
+            if len(items) < _MOST_IN_GALLERY and (picture := self.picture(row[at])) is not None:
+                cells = [pair for pair in zip(table.columns, row, strict=True) if pair[1] != row[at]]
+                items.append(GalleryItem(picture, cells, _is_wrong(table.columns, row)))
         return items
 
     def groups(self, paths: Sequence[str]) -> list[tuple[str, list[Picture]]]:
@@ -227,48 +178,33 @@ class _Reader:
         return [(folder.removeprefix("images/"), shown) for folder, shown in islice(found, _MOST_GROUPS) if shown]
 
 
+@lru_cache(maxsize=256)  # a page of a run that is running is made again and again
+def _picture(path: Path, size_bytes: int, changed_ns: int) -> Picture | None:
+    from PIL import Image
+
+    try:
+        with (
+            os.fdopen(open_regular(path), "rb") as file,
+            Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image,
+        ):
+            if image.width * image.height > _MOST_PIXELS:
+                return None
+            image.draft("RGB", (_LONGEST_SIDE, _LONGEST_SIDE))  # a large JPEG is decoded smaller
+            shown = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    except Exception:  # a damaged image raises errors of many types
+        return None
+    shown.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+    kind = "JPEG" if max(shown.size) > 2 * _SMALL and shown.mode == "RGB" else "PNG"
+    target = io.BytesIO()
+    shown.save(target, kind, quality=85)
+    data = base64.b64encode(target.getvalue()).decode()
+    return Picture(path.name, f"data:image/{kind.lower()};base64,{data}", *shown.size)
+
+
 def _short(cell: str) -> str:
     return cell if len(cell) <= _CELL_CHARACTERS else f"{cell[:_CELL_CHARACTERS]}..."
 
 
-def _is_wrong(row: Mapping[str, str]) -> bool:
-    return "label" in row and "prediction" in row and row["label"] != row["prediction"]
-
-
-def _confusion(rows: Iterator[Sequence[str]]) -> Confusion | None:
-    """Count classes against predicted classes; the most frequent 24 have rows of their own. None without any."""
-    pairs: Counter[tuple[str, str]] = Counter()
-    wrong: list[tuple[float, Sequence[str]]] = []
-    for row in islice(rows, _MOST_PREDICTIONS):
-        _, label, answer, probability = row
-        pairs[label, answer] += 1
-        if label != answer:
-            wrong.append((_share(probability), row))
-    if not pairs:
-        return None
-    found: Counter[str] = Counter()
-    for pair, count in pairs.items():
-        for name in pair:
-            found[name] += count
-    classes = sorted(name for name, _ in found.most_common(_MOST_CLASSES))
-    known = set(classes)
-    counts: Counter[tuple[str, str]] = Counter()
-    for (label, answer), count in pairs.items():
-        counts[label if label in known else _OTHER, answer if answer in known else _OTHER] += count
-    classes += [_OTHER] * (len(found) > len(classes))
-    table = []
-    for label in classes:
-        row_total = sum(counts[label, answer] for answer in classes)
-        cells = [(count, -(-9 * count // row_total) if count else 0) for count in (counts[label, a] for a in classes)]
-        table.append((label, counts[label, label] / row_total if row_total else 0.0, cells))
-    right = sum(count for (label, answer), count in pairs.items() if label == answer)
-    worst = [(*row[:3], number(share)) for share, row in sorted(wrong, key=lambda one: -one[0])[:_WORST]]
-    return Confusion(classes, table, pairs.total(), right, worst)
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0.0 <= value <= 1.0 else 0.0
+def _is_wrong(columns: Sequence[str], row: Sequence[str]) -> bool:
+    cells = dict(zip(columns, row, strict=False))
+    return "label" in cells and "prediction" in cells and cells["label"] != cells["prediction"]

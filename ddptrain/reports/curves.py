@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from ddptrain.config.wording import shorten
-from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, LineReader, MetricsReader, drop_replaced, series_of
+from ddptrain.results.run import Run, parse_time
 from ddptrain.results.system import read_system, system_series
 
 MEAN = "mean"
@@ -70,17 +70,17 @@ class MetricSummary:
         return cls(line.metric, float(line.value[-1]), least, most, len(line.value))
 
 
-def read_lines(view: RunView) -> list[Line]:
+def read_lines(view: Run) -> list[Line]:
     """Return the curves of a run: of each metric the mean, then the ranks, unless all ranks have the same values.
 
     Of a metrics.jsonl above 64 MiB the end counts; of more than 200 metrics, those that were logged most often. Raises
     ResultsError if the file can't be read.
     """
-    raw = LineReader(view.layout.metrics_jsonl, _READ_BYTES).lines()
+    raw = LineReader(view.metrics_jsonl, _READ_BYTES).lines()
     try:
         logged = _columns(from_json(b"[" + b",".join(filter(None, raw)) + b"]"))
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError):  # several attempts, or damaged lines
-        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl, _READ_BYTES).read())
+        lines = drop_replaced(MetricsReader(view.metrics_jsonl, _READ_BYTES).read())
         logged = _lines_of(series_of(lines))
     counts = Counter[str]()
     for line in logged:
@@ -99,9 +99,9 @@ def read_lines(view: RunView) -> list[Line]:
     return found
 
 
-def read_system_lines(view: RunView) -> list[Line]:
+def read_system_lines(view: Run) -> list[Line]:
     """Return the curves of the system metrics of a run by time. Raises ResultsError if the file can't be read."""
-    lines = _lines_of(system_series(read_system(view.layout.system_jsonl)))
+    lines = _lines_of(system_series(read_system(view.system_jsonl)))
     return _from_start(view, [line for line in lines if int(line.rank) < _MOST_RANKS])
 
 
@@ -140,7 +140,7 @@ def _lines_of(series: AllSeries) -> list[Line]:
     ]
 
 
-def _from_start(view: RunView, lines: Sequence[Line]) -> list[Line]:
+def _from_start(view: Run, lines: Sequence[Line]) -> list[Line]:
     """Return the lines in the order of names and ranks, with times since the start and without extreme numbers."""
     began = parse_time(view.record.started_at)
     start = began.timestamp() if began else min((float(np.nanmin(line.time)) for line in lines), default=0.0)

@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ddptrain import ci
 from ddptrain.ci import CiService, ci_service
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
 from ddptrain.file_ops import open_append, write_all, write_atomic
+from ddptrain.redact import hide_credentials
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
     from ddptrain.reports.facts import RunReport
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 _SUMMARY_BYTES = 1 << 20  # of one step; GitHub refuses all of it if it is longer
+_MOST_ANNOTATIONS = 10  # of one step that GitHub keeps
+_MESSAGE_CHARACTERS = 2000
 _DEVICES = ("/dev/", "/proc/")
 _WORKSPACES = ("GITHUB_WORKSPACE", "CI_PROJECT_DIR")
 
@@ -92,25 +96,23 @@ def write_reports(report: RunReport, destinations: Destinations) -> None:
     if not destinations.are_wanted:
         return
     try:
-        from ddptrain.reports.facts import Facts
-        from ddptrain.reports.job_log import job_log
         from ddptrain.reports.junit import junit_xml
         from ddptrain.reports.markdown import COMMENT_CHARACTERS, markdown
 
-        facts = Facts(report, destinations.workspace)
+        report = replace(report, workspace=destinations.workspace)
         if destinations.service:  # on stderr: with --output json, stdout has JSON lines only, and CI services read both
-            _write_stderr(job_log(facts, destinations.service, destinations.workspace, Path.cwd()))
+            _write_stderr(_job_log(report, destinations))
     except Exception as error:  # a report must not change the result of a run
         _warn(f"the report could not be made: {type(error).__name__}: {one_line(error)}")
         return
 
     def text(most_bytes: int = COMMENT_CHARACTERS) -> bytes:
-        return markdown(facts, destinations.environ, most_bytes).encode()
+        return markdown(report, destinations.environ, most_bytes).encode()
 
     files: tuple[tuple[str, Path | None, Callable[[Path], None]], ...] = (
         ("the step summary", destinations.summary, lambda path: _append_summary(path, text)),
         ("the report", destinations.report, lambda path: write_atomic(path, text(), durable=False)),
-        ("the JUnit file", destinations.junit, lambda path: write_atomic(path, junit_xml(facts), durable=False)),
+        ("the JUnit file", destinations.junit, lambda path: write_atomic(path, junit_xml(report), durable=False)),
     )
     for what, path, write in files:
         try:
@@ -145,6 +147,44 @@ def _write_stderr(text: str) -> None:
             sys.stderr.flush()
 
 
+def _job_log(report: RunReport, destinations: Destinations) -> str:
+    """Return the lines for the log of the job: the last lines of ranks, and annotations at the user's lines."""
+    found: list[str] = []
+    for rank, lines in report.tails.items():
+        found.append(f"last lines of rank {rank}:\n")
+        found += [f"[rank {rank}] {sanitized(line)}\n" for line in lines]
+    if destinations.service is CiService.GITHUB:
+        found += [f"{line}\n" for line in _annotations(report, destinations.workspace)]
+    elif report.source is not None:
+        found.append(f"ddptrain: error at {report.source}: {_message(report)}\n")
+    return "".join(found)
+
+
+def _annotations(report: RunReport, workspace: Path) -> Iterator[str]:
+    from ddptrain.reports.facts import line_of_problem
+
+    for problem in report.problems[:_MOST_ANNOTATIONS]:
+        place = line_of_problem(problem, workspace, Path.cwd())
+        text = f"{problem.key}: {problem.message}" if problem.key else problem.message
+        title = "ddptrain: the configuration is wrong"
+        if place is not None:
+            yield ci.annotation("error", _safe(text), title=title, file=place.file, line=place.line)
+        else:
+            yield ci.annotation("error", _safe(f"{problem.where}: {text}"), title=title)
+    if not report.problems and report.level:
+        title = _safe(f"ddptrain: {report.model or report.name} {report.status}")
+        file, line = (report.source.file, report.source.line) if report.source is not None else ("", 0)
+        yield ci.annotation(report.level, _message(report), title=title, file=file, line=line)
+
+
+def _message(report: RunReport) -> str:
+    return _safe(report.cause or f"exit code {report.exit_code}")
+
+
+def _safe(text: str) -> str:
+    return shorten(sanitized(hide_credentials(one_line(text))), _MESSAGE_CHARACTERS)
+
+
 class Reporting:
     """Reports the end of one command: that of its run, which it observes, or the error that prevented the run.
 
@@ -175,7 +215,7 @@ class Reporting:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Do nothing: a report is about the end of a run."""
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Write the report of a run."""
         self._report(lambda report: report.of_run(run, secrets=self.secrets))
 

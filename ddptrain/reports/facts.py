@@ -16,8 +16,8 @@ from ddptrain.errors import SIGNALLED, ConfigError, DdptrainError, ExitCode, Pro
 from ddptrain.file_ops import open_regular
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import LAST_BYTES, read_events
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, root_cause
 from ddptrain.results.show.log_follower import final_text
 
@@ -43,9 +43,9 @@ class StageReport:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunReport:
-    """The end of a command: that of its run, or the error that prevented it.
+    """The end of a command: that of its run, or the error that prevented it. It reads what the run has left.
 
     name: the same for each run of a configuration, as "petnames"; CI services compare test cases by it.
     status: succeeded, failed, promoted, rejected, ... reason: why it ended so, in one line; "" for the reasons of the
@@ -53,20 +53,22 @@ class RunReport:
     view: the run; None if none was started. problems: of the configuration.
     retraining: its record, with the new version, the scores and the gate; stages: what was done.
     secrets: texts that are left out of the ranks' last lines.
+    workspace: the checkout of the CI job, to which the names of source files are relative.
     """
 
     name: str
     status: str
     exit_code: int
     reason: str = ""
-    view: RunView | None = None
+    view: Run | None = None
     problems: tuple[Problem, ...] = ()
     retraining: RetrainRecord | None = None
     stages: Sequence[StageReport] = ()
     secrets: Sequence[str] = field(default=(), repr=False)
+    workspace: Path = Path()
 
     @classmethod
-    def of_run(cls, view: RunView, secrets: Sequence[str] = ()) -> Self:
+    def of_run(cls, view: Run, secrets: Sequence[str] = ()) -> Self:
         """Return the report of a run that has ended."""
         record = view.record
         exit_code = ExitCode.INTERNAL if record.exit_code is None else record.exit_code
@@ -114,26 +116,15 @@ class RunReport:
             return self.reason or "; ".join(refused)
         return root_cause(self.failure) or (self.view.problem if self.view is not None else "")
 
-
-@dataclass(frozen=True)
-class Facts:
-    """A report with what its run has left. Files that cannot be read are left out.
-
-    workspace: the checkout of the CI job, to which the names of source files are relative.
-    """
-
-    report: RunReport
-    workspace: Path
-
     @cached_property
     def ranks(self) -> list[RankResult]:
         """How the ranks ended."""
-        return rank_results(self.report.view) if self.report.view is not None else []
+        return rank_results(self.view) if self.view is not None else []
 
     @cached_property
     def tails(self) -> dict[int, list[str]]:
         """The last lines of the first ranks that failed, one for each message; that of the root cause comes first."""
-        view, failure = self.report.view, self.report.failure
+        view, failure = self.view, self.failure
         if view is None:
             return {}
         first = failure.rank if failure is not None else None
@@ -141,8 +132,8 @@ class Facts:
         # A mistake that fails on every rank counts once.
         by_message = {each.message: each.rank for each in reversed(failed)}
         shown = [each.rank for each in failed if by_message[each.message] == each.rank][:_MOST_RANKS]
-        logs = view.layout.logs()
-        return {r: last_lines(logs[r], _LINES, _TAIL_BYTES, self.report.secrets) for r in shown if r in logs}
+        logs = view.logs()
+        return {r: last_lines(logs[r], _LINES, _TAIL_BYTES, self.secrets) for r in shown if r in logs}
 
     @cached_property
     def source(self) -> SourceLine | None:
@@ -150,8 +141,8 @@ class Facts:
 
         Files of uploaded code are found in the folder that they come from.
         """
-        code = self.report.view.record.code if self.report.view is not None else None
-        for frame in reversed(user_frames(self.report.failure)):
+        code = self.view.record.code if self.view is not None else None
+        for frame in reversed(user_frames(self.failure)):
             _, found, rest = frame.file.partition(f"/{code.hash}/" if code is not None and code.hash else "\0")
             file = f"{code.folder}/{rest}" if code is not None and code.folder and found else frame.file
             if inside := _in_workspace(file, self.workspace):
@@ -197,13 +188,13 @@ class RankResult:
         return self.outcome == "failed"
 
 
-def rank_results(view: RunView) -> list[RankResult]:
+def rank_results(view: Run) -> list[RankResult]:
     """Return how the ranks of the last attempt ended, in the order of ranks; none if no rank was started."""
     failure = view.record.failure
     root, by_order = (None, False) if failure is None else (failure.rank, failure.is_order)
     faults: dict[int, dict[str, Any]] = {}
     stopped: set[int] = set()
-    for event in read_events(view.layout.events_jsonl, ("run_started", "fault", "rank_ended"), LAST_BYTES):
+    for event in read_events(view.events_jsonl, ("run_started", "fault", "rank_ended"), LAST_BYTES):
         if event["event"] == "run_started":
             faults, stopped = {}, set()
         elif isinstance(rank := event.get("rank"), int):

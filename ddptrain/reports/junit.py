@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
 from ddptrain.errors import ExitCode
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts, RankResult, RunReport
+from ddptrain.reports.facts import RunReport
 from ddptrain.sanitize import sanitized
 
 FAILURE, ERROR, SKIPPED = "failure", "error", "skipped"
@@ -20,89 +19,47 @@ _NOTHING_DONE = ("unchanged", "skipped", "checked")
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
-@dataclass(slots=True)
-class _Case:
-    """A test case; `result` is FAILURE, ERROR, SKIPPED or "" for passed."""
-
-    group: str
-    name: str
-    result: str = ""
-    message: str = ""
-    kind: str = ""
-    text: str = ""
-    output: str = ""
-    duration_s: float | None = None
-
-
-def junit_xml(facts: Facts) -> bytes:
+def junit_xml(report: RunReport) -> bytes:
     """Return the file's content, in UTF-8."""
-    report, cases = facts.report, _cases(facts)
     view = report.view
-    counts = {f"{result}s": sum(case.result == result for case in cases) for result in (FAILURE, ERROR)}
-    totals = {"tests": str(len(cases)), **{name: str(count) for name, count in counts.items()}}
-    duration_s = (view.duration_s if view is not None else None) or 0.0
-    root = ET.Element("testsuites", {"name": "ddptrain", **totals, "time": _time(duration_s)})
-    skipped = str(sum(case.result == SKIPPED for case in cases))
-    suite = ET.SubElement(root, "testsuite", {"name": _text(report.name), **totals, "skipped": skipped})
-    suite.set("time", _time(duration_s))
+    name = report.name
+    suite = _Suite(name)
+    for problem in report.problems:
+        suite.add(name, f"configuration {problem.key}".strip(), ERROR, str(problem), "ConfigError")
+    if not report.problems:
+        failure, duration_s = report.failure, view.duration_s if view is not None else None
+        kind = (failure.type or failure.kind) if failure is not None else report.status
+        at = f"at {report.source}\n" if report.source is not None else ""
+        text = at + failure.traceback if failure is not None else ""
+        suite.add(name, "run", _result_of_run(report), report.cause, kind, text, duration_s=duration_s)
+    for rank in report.ranks:
+        result = FAILURE if rank.failed else SKIPPED if rank.message else ""
+        output = "\n".join(report.tails.get(rank.rank, ()))
+        suite.add(f"{name}.ranks", f"rank {rank.rank}", result, rank.message, rank.outcome, output=output)
+    for stage in report.stages:
+        result = {"failed": FAILURE, "skipped": SKIPPED}.get(stage.status, "")
+        suite.add(f"{name}.stages", stage.name, result, stage.detail, duration_s=stage.duration_s)
+    for each in report.gate:
+        suite.add(f"{name}.gate", each.metric, "" if each.passed else FAILURE, each.reason, "gate")
+
+    root = ET.Element("testsuites", {"name": "ddptrain"})
+    root.append(suite.element)
+    counts = {f"{result}s": str(suite.results[result]) for result in (FAILURE, ERROR)}
+    totals = {"tests": str(suite.results.total()), **counts, "time": _time((view and view.duration_s) or 0.0)}
+    root.attrib |= totals
+    suite.element.attrib |= {**totals, "skipped": str(suite.results[SKIPPED])}
+    properties = {"status": report.status, "exit_code": str(report.exit_code), "model": report.model}
+    properties["version"] = "" if report.version is None else str(report.version)
     if view is not None:
-        facts_of_run = {"timestamp": view.record.started_at[:19], "hostname": view.record.driver.host}
-        suite.attrib |= {name: _text(value) for name, value in facts_of_run.items() if value}
-    properties = ET.SubElement(suite, "properties")
-    for name, value in _properties(report).items():
+        properties |= {"run": view.run_id, "run_dir": view.where}
+        about = {"timestamp": view.record.started_at[:19], "hostname": view.record.driver.host}
+        suite.element.attrib |= {key: _text(value) for key, value in about.items() if value}
+    for key, value in properties.items():
         if value:
-            ET.SubElement(properties, "property", {"name": name, "value": _text(value)})
-    for case in cases:
-        _add(suite, case)
+            ET.SubElement(suite.properties, "property", {"name": key, "value": _text(value)})
     ET.indent(root)
     content: bytes = ET.tostring(root, encoding="UTF-8", xml_declaration=True)
     return content + b"\n"
-
-
-def _cases(facts: Facts) -> list[_Case]:
-    report = facts.report
-    cases = [
-        _Case(report.name, f"configuration {problem.key}".strip(), ERROR, str(problem), "ConfigError")
-        for problem in report.problems
-    ] or [_run_case(facts)]
-    cases += [_rank_case(facts, rank) for rank in facts.ranks]
-    cases += [
-        _Case(
-            f"{report.name}.stages",
-            stage.name,
-            FAILURE if stage.status == "failed" else SKIPPED if stage.status == "skipped" else "",
-            stage.detail,
-            duration_s=stage.duration_s,
-        )
-        for stage in report.stages
-    ]
-    cases += [
-        _Case(f"{report.name}.gate", each.metric, "" if each.passed else FAILURE, each.reason, "gate")
-        for each in report.gate
-    ]
-    return _distinct(cases)
-
-
-def _distinct(cases: list[_Case]) -> list[_Case]:
-    """Return the cases; several of one name, as two conditions of a metric, are numbered."""
-    seen: Counter[tuple[str, str]] = Counter()
-    for case in cases:
-        seen[case.group, case.name] += 1
-        if (number := seen[case.group, case.name]) > 1:
-            case.name += f" ({number})"
-    return cases
-
-
-def _run_case(facts: Facts) -> _Case:
-    report = facts.report
-    case = _Case(report.name, "run", _result_of_run(report), report.cause, report.status)
-    if (view := report.view) is not None:
-        case.duration_s = view.duration_s
-        if (failure := view.record.failure) is not None:
-            case.kind = failure.type or failure.kind
-            at = f"at {facts.source}\n" if facts.source is not None else ""
-            case.text = at + failure.traceback
-    return case
 
 
 def _result_of_run(report: RunReport) -> str:
@@ -113,36 +70,34 @@ def _result_of_run(report: RunReport) -> str:
     return FAILURE if report.exit_code in (*_OF_TRAINING, ExitCode.REJECTED) else ERROR
 
 
-def _rank_case(facts: Facts, rank: RankResult) -> _Case:
-    case = _Case(f"{facts.report.name}.ranks", f"rank {rank.rank}", message=rank.message, kind=rank.outcome)
-    case.result = FAILURE if rank.failed else SKIPPED if rank.message else ""
-    case.output = "\n".join(facts.tails.get(rank.rank, ()))
-    return case
+class _Suite:
+    """The element with all test cases; results: how many have which result, "" for passed."""
 
+    def __init__(self, name: str) -> None:
+        self.element = ET.Element("testsuite", {"name": _text(name)})
+        self.properties = ET.SubElement(self.element, "properties")
+        self.results: Counter[str] = Counter()
+        self._seen: Counter[tuple[str, str]] = Counter()
 
-def _properties(report: RunReport) -> dict[str, str]:
-    view = report.view
-    return {
-        "status": report.status,
-        "exit_code": str(report.exit_code),
-        "run": view.run_id if view is not None else "",
-        "run_dir": view.layout.where if view is not None else "",
-        "model": report.model,
-        "version": "" if report.version is None else str(report.version),
-    }
-
-
-def _add(suite: ET.Element, case: _Case) -> None:
-    element = ET.SubElement(suite, "testcase", {"classname": _text(case.group), "name": _text(case.name)})
-    if case.duration_s is not None:
-        element.set("time", _time(case.duration_s))
-    if case.result:
-        outcome = ET.SubElement(element, case.result, {"message": _text(case.message)})
-        if case.kind:
-            outcome.set("type", _text(case.kind))
-        outcome.text = _text(case.text) or None
-    if case.output:
-        ET.SubElement(element, "system-out").text = _text(case.output)
+    def add(
+        self, group: str, name: str, result: str, message: str, kind: str = "", text: str = "", output: str = "",
+        duration_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Add a test case; several of one name, as two conditions of a metric, are numbered."""
+        self.results[result] += 1
+        self._seen[group, name] += 1
+        count = self._seen[group, name]
+        shown = name if count == 1 else f"{name} ({count})"
+        case = ET.SubElement(self.element, "testcase", {"classname": _text(group), "name": _text(shown)})
+        if duration_s is not None:
+            case.set("time", _time(duration_s))
+        if result:
+            outcome = ET.SubElement(case, result, {"message": _text(message)})
+            if kind:
+                outcome.set("type", _text(kind))
+            outcome.text = _text(text) or None
+        if output:
+            ET.SubElement(case, "system-out").text = _text(output)
 
 
 def _text(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from urllib.parse import quote
@@ -13,9 +13,9 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts, RunReport, SourceLine, StageReport
-from ddptrain.results.lookup import RunView
-from ddptrain.results.show.curves import Curve, Panel, Plot, Points, whole_plot
+from ddptrain.reports.facts import RunReport
+from ddptrain.results.run import Run
+from ddptrain.results.show.curves import whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
 from ddptrain.text_tables import clean, clean_line, duration
 
@@ -28,29 +28,18 @@ _CURVES_BYTES = 64 << 20  # a larger metrics.jsonl takes too long to read when a
 _SIGNS = {"": "✅", "warning": "⚠️", "error": "❌"}
 _STAGE_SIGNS = {"done": "✅", "failed": "❌"}
 _SHA = re.compile(r"[0-9a-f]{7,64}")
-MOST_LINES = 4  # per chart: more cannot be distinguished
-_MOST_CHARTS = 4
-_POINTS = 60  # per line; Gitea draws texts of up to 5,000 characters
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
-_COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")
-_DOTS = ("🔵", "🟠", "🟢", "🔴")  # the same colours: xychart has no legend
-_SETTINGS = (
-    "%%{init: {'xyChart': {'width': 800, 'height': 300}, 'themeVariables': {'xyChart': "
-    f"{{'plotColorPalette': '{', '.join(_COLOURS)}'}}}}}}}}%%"
-)
-_UNSAFE = re.compile(r"[\"`#;<>&{}\\\r\n]")
-_LARGEST = 1e12  # xychart does not read exponents
 _LONGEST_SPAN = 500
 _LONGEST_LINK = 2000
 _LINK = re.compile(r"https?://[^\s<>()\[\]`|\"'\\]+")
 
 
-def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHARACTERS) -> str:
+def markdown(report: RunReport, environ: Mapping[str, str], limit: int = COMMENT_CHARACTERS) -> str:
     """Return the report; blocks that do not fit into `limit` bytes are left out, from the end, with a note."""
-    blocks = list(_blocks(facts, environ))
-    view = facts.report.view
-    more = f": see {code(view.layout.where)}" if view is not None else ""
+    blocks = list(_blocks(report, environ))
+    view = report.view
+    more = f": see {code(view.where)}" if view is not None else ""
     note = f"_The rest was left out, because the report would be too long{more}._"
     kept, room = [], limit - len(note.encode()) - 2
     for block in blocks:
@@ -63,124 +52,96 @@ def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHAR
     return text if len(text.encode()) <= limit else ""
 
 
-def _blocks(facts: Facts, environ: Mapping[str, str]) -> Iterator[str]:
-    report = facts.report
-    yield _heading(report)
-    if report.cause:
-        yield _cause(facts, environ)
-    yield from _problems(report)
-    yield _about(report, environ)
-    yield from _failure(facts)
-    yield from _model(report)
-    if report.view is not None:
-        yield from _metrics(report.view)
-    if reached := [stage for stage in report.stages if stage.status != "skipped"]:
-        yield "### Stages"
-        yield _stages(reached)
-    if report.view is not None:
-        yield f"Look further with `ddptrain results show {run_argument(report.view.layout)}`"
-
-
-def _heading(report: RunReport) -> str:
-    name = code(report.model or report.name)
+def _blocks(report: RunReport, environ: Mapping[str, str]) -> Iterator[str]:
+    view = report.view
+    github = environ.get("GITHUB_SERVER_URL", "") + "/" + environ.get("GITHUB_REPOSITORY", "")
     version = f" version {report.version}" if report.version is not None else ""
-    return f"## {_SIGNS[report.level]} {name}{version}: {report.status}"
-
-
-def _cause(facts: Facts, environ: Mapping[str, str]) -> str:
-    cause = code(hide_credentials(facts.report.cause))
-    if facts.source is None:
-        return cause
-    place, url = code(str(facts.source)), _source_url(facts.source, environ)
-    return f"{cause}\n\nat {f'[{place}]({url})' if url else place}"
-
-
-def _source_url(source: SourceLine, environ: Mapping[str, str]) -> str:
-    """Return the address of the line in the commit that the job has checked out; "" if the job does not say."""
-    file = quote(source.file)
-    server, repository, commit = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "SHA"))
-    if server and repository and _SHA.fullmatch(commit):
-        return f"{server}/{repository}/blob/{commit}/{file}#L{source.line}"
-    project, commit = environ.get("CI_PROJECT_URL", ""), environ.get("CI_COMMIT_SHA", "")
-    return f"{project}/-/blob/{commit}/{file}#L{source.line}" if project and _SHA.fullmatch(commit) else ""
-
-
-def _problems(report: RunReport) -> Iterator[str]:
-    shown = report.problems[:_MOST_PROBLEMS]
+    yield f"## {_SIGNS[report.level]} {code(report.model or report.name)}{version}: {report.status}"
+    if report.cause:
+        yield code(hide_credentials(report.cause))
+    if report.cause and report.source is not None:
+        place = code(str(report.source))
+        commits = {f"{github}/blob": "GITHUB_SHA", f"{environ.get('CI_PROJECT_URL', '')}/-/blob": "CI_COMMIT_SHA"}
+        found = ((folder, environ.get(name, "")) for folder, name in commits.items())
+        checkout = next((f"{folder}/{commit}" for folder, commit in found if _SHA.fullmatch(commit)), "")
+        url = f"{checkout}/{quote(report.source.file)}#L{report.source.line}"
+        yield f"at [{place}]({url})" if checkout else f"at {place}"
     if len(report.problems) > 1:
-        yield "\n".join(f"- {code(hide_credentials(str(problem)))}" for problem in shown)
-    if more := len(report.problems) - len(shown):
+        yield "\n".join(f"- {code(hide_credentials(str(problem)))}" for problem in report.problems[:_MOST_PROBLEMS])
+    if (more := len(report.problems) - _MOST_PROBLEMS) > 0:
         yield f"and {counted(more, 'more problem')}"
 
-
-def _about(report: RunReport, environ: Mapping[str, str]) -> str:
-    facts = [f"exit code {report.exit_code}"]
+    about = [f"run {code(view.run_id)}"] if view is not None else []
+    about += [f"exit code {report.exit_code}"]
     links: list[str] = []
     notes: list[str] = []
-    if (view := report.view) is not None:
-        record = view.record
-        facts = [f"run {code(view.run_id)}", *facts]
-        facts += [counted(record.world_size, "rank")] if record.world_size else []
-        facts += [duration(view.duration_s)]
+    if view is not None:
+        record, marks = view.record, view.annotations
+        about += [counted(record.world_size, "rank")] if record.world_size else []
+        about += [duration(view.duration_s)]
         if record.git is not None:
-            facts.append(f"commit {code(record.git.commit[:12])}{' with changes' if record.git.dirty else ''}")
-        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view.layout, record).values() if "url" in found)
-        links += [link("W&B run" if number == 0 else f"W&B run {number + 1}", url) for number, url in enumerate(urls)]
-        links.append(f"run directory {code(view.layout.where)}")
-        if tags := view.annotations.tags:
-            notes.append(f"tags {' '.join(code(tag) for tag in tags)}")
-        if note := view.annotations.note:
-            notes.append(f"note {code(note)}")
-    if job := _job_url(environ):
-        links.append(link("CI job", job))
-    return "\n\n".join(" · ".join(part) for part in (facts, links, notes) if part)
+            about += [f"commit {code(record.git.commit[:12])}{' with changes' if record.git.dirty else ''}"]
+        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view, record).values() if "url" in found)
+        links += [link("W&B run" if at == 1 else f"W&B run {at}", url) for at, url in enumerate(urls, start=1)]
+        links += [f"run directory {code(view.where)}"]
+        notes += [f"tags {' '.join(map(code, marks.tags))}"] if marks.tags else []
+        notes += [f"note {code(marks.note)}"] if marks.note else []
+    job = environ.get("GITHUB_RUN_ID")
+    if job := f"{github}/actions/runs/{job}" if job else environ.get("CI_JOB_URL", ""):
+        links += [link("CI job", job)]
+    yield from (" · ".join(part) for part in (about, links, notes) if part)
+    yield from _content(report)
 
 
-def _job_url(environ: Mapping[str, str]) -> str:
-    server, repository, run = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
-    return (
-        f"{server}/{repository}/actions/runs/{run}" if server and repository and run else environ.get("CI_JOB_URL", "")
-    )
+def _content(report: RunReport) -> Iterator[str]:
+    view, failure, retraining = report.view, report.failure, report.retraining
+    if failure is not None and failure.traceback:
+        text = clean(hide_credentials(failure.traceback))
+        if len(text) > _TRACEBACK_CHARACTERS:
+            text = f"{text[:1000]}\n...\n{text[1000 - _TRACEBACK_CHARACTERS :]}"
+        yield details("Traceback" if failure.rank is None else f"Traceback of rank {failure.rank}", fenced(text))
+    for rank, lines in report.tails.items():
+        yield details(f"Last lines of rank {rank}", fenced("\n".join(lines)))
+    if others := [str(each.rank) for each in report.ranks if each.failed and each.rank not in report.tails]:
+        more = len(others) - _MOST_OTHERS
+        rest = f" and {counted(more, 'more rank')}" if more > 0 else ""
+        yield f"Also failed: rank {', '.join(others[:_MOST_OTHERS])}{rest}"
 
-
-# --- A retraining ---
-
-
-def _model(report: RunReport) -> Iterator[str]:
-    if (record := report.retraining) is None:
-        return
-    if record.scores:
+    if retraining is not None and retraining.scores:
         yield "### Comparison"
-        yield _scores(record)
-    if record.gate:
-        yield table(("", "gate"), [["✅" if each.passed else "❌", cell(each.reason)] for each in record.gate])
-    if record.difference:
-        yield "Training data: " + ", ".join(code(text) for text in record.difference)
+        yield _scores(retraining)
+    if report.gate:
+        yield table(("", "gate"), [["✅" if each.passed else "❌", cell(each.reason)] for each in report.gate])
+    if retraining is not None and retraining.difference:
+        yield "Training data: " + ", ".join(map(code, retraining.difference))
+    if view is not None:
+        yield from _metrics(view)
+    if reached := [stage for stage in report.stages if stage.status != "skipped"]:
+        yield "### Stages"
+        signs = [_STAGE_SIGNS.get(stage.status) or cell(stage.status) for stage in reached]
+        rows = [
+            (sign, stage.name, duration(stage.duration_s), cell(stage.detail) if stage.detail else "")
+            for sign, stage in zip(signs, reached, strict=True)
+        ]
+        yield table(("", "stage", "time", ""), rows)
+    if view is not None:
+        yield f"Look further with `ddptrain results show {run_argument(view)}`"
 
 
 def _scores(record: RetrainRecord) -> str:
+    """Return the metrics of the new version, beside those of the champion if there is one."""
     candidate, champion = (record.scores.get(side, {}) for side in ("candidate", "champion"))
-    names = list(dict.fromkeys((*candidate, *champion)))[:_MOST_METRICS]
-    header = ["metric", _version("candidate", record.version)]
+    numbers = {"candidate": record.version, "champion": record.champion}
+    titles = [side if number is None else f"{side} (version {number})" for side, number in numbers.items()]
+    rows = []
+    for name in list(dict.fromkeys((*candidate, *champion)))[:_MOST_METRICS]:
+        new, old = candidate.get(name, math.nan), champion.get(name, math.nan)
+        share = f" ({(new - old) / abs(old):+.1%})" if old else ""
+        change = f"{new - old:+.4g}{share}" if math.isfinite(new - old) else "-"
+        rows.append((cell(name), _number(candidate.get(name)), _number(champion.get(name)), change))
     if not champion:
-        return table(header, [[cell(name), _number(candidate.get(name))] for name in names])
-    rows = [
-        [cell(name), _number(candidate.get(name)), _number(champion.get(name)), _change(candidate, champion, name)]
-        for name in names
-    ]
-    return table([*header, _version("champion", record.champion), "change"], rows)
-
-
-def _version(side: str, number: int | None) -> str:
-    return side if number is None else f"{side} (version {number})"
-
-
-def _change(candidate: Mapping[str, float], champion: Mapping[str, float], name: str) -> str:
-    new, old = candidate.get(name, math.nan), champion.get(name, math.nan)
-    if not math.isfinite(new - old):
-        return "-"
-    share = f" ({(new - old) / abs(old):+.1%})" if old else ""
-    return f"{new - old:+.4g}{share}"
+        return table(("metric", titles[0]), [row[:2] for row in rows])
+    return table(("metric", *titles, "change"), rows)
 
 
 def _number(value: float | None) -> str:
@@ -188,71 +149,30 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def _stages(stages: Sequence[StageReport]) -> str:
-    rows = [
-        [
-            _STAGE_SIGNS.get(stage.status, cell(stage.status)),
-            stage.name,
-            duration(stage.duration_s),
-            cell(stage.detail) if stage.detail else "",
-        ]
-        for stage in stages
-    ]
-    return table(("", "stage", "time", ""), rows)
-
-
-# --- A run ---
-
-
-def _metrics(view: RunView) -> Iterator[str]:
-    record = view.record
-    plot, problem = _curves(view)
-    sparks = {curve.name: sparkline(curve.main[1]) for panel in plot.panels for curve in panel.curves} if plot else {}
-    names = sorted({*record.last_metrics, *sparks})
-    if not names:
+def _metrics(view: Run) -> Iterator[str]:
+    record, sparks, problem = view.record, dict[str, str](), ""
+    try:
+        if (size_bytes := view.metrics_jsonl.stat().st_size) > _CURVES_BYTES:
+            command = code(f"ddptrain results compare {run_argument(view)}")
+            problem = f"There are too many values for curves here ({size_bytes >> 20} MiB): {command} draws them"
+        else:
+            curves = (curve for panel in whole_plot(view).panels for curve in panel.curves)
+            sparks = {curve.name: sparkline(curve.main[1]) for curve in curves}
+    except FileNotFoundError:
+        pass
+    except (OSError, DdptrainError) as error:
+        problem = f"The curves cannot be shown: {code(str(error))}"
+    if not (names := sorted({*record.last_metrics, *sparks})):
         return
     yield "### Metrics"
-    rows = [[cell(name), _number(record.numbers.get(name)), sparks.get(name, "")] for name in names]
+    rows = [(cell(name), _number(record.numbers.get(name)), sparks.get(name, "")) for name in names]
     yield table(("metric", "last", "curve"), rows[:_MOST_METRICS])
     if (more := len(rows) - _MOST_METRICS) > 0:
         yield f"and {counted(more, 'more metric')}"
-    if record.best is not None:
-        best = record.best
+    if (best := record.best) is not None:
         yield f"best {code(best.metric)} {_number(best.value)} at step {best.step}"
     if problem:
         yield problem
-    elif plot is not None:
-        yield from charts(plot)
-
-
-def _curves(view: RunView) -> tuple[Plot | None, str]:
-    """Return the curves of the run; if they cannot be shown, None and the reason as Markdown."""
-    try:
-        size_bytes = view.layout.metrics_jsonl.stat().st_size
-        if size_bytes > _CURVES_BYTES:
-            command = code(f"ddptrain results compare {run_argument(view.layout)}")
-            return None, f"There are too many values for a chart here ({size_bytes >> 20} MiB): {command} draws it"
-        return whole_plot(view), ""
-    except FileNotFoundError:
-        return None, ""
-    except (OSError, DdptrainError) as error:
-        return None, f"The curves cannot be shown: {code(str(error))}"
-
-
-def _failure(facts: Facts) -> Iterator[str]:
-    view, tails = facts.report.view, facts.tails
-    failure = view.record.failure if view is not None else None
-    if failure is not None and failure.traceback:
-        text = clean(hide_credentials(failure.traceback))
-        if len(text) > _TRACEBACK_CHARACTERS:
-            text = f"{text[:1000]}\n...\n{text[1000 - _TRACEBACK_CHARACTERS :]}"
-        yield details("Traceback" if failure.rank is None else f"Traceback of rank {failure.rank}", fenced(text))
-    for rank, lines in tails.items():
-        yield details(f"Last lines of rank {rank}", fenced("\n".join(lines)))
-    others = [str(each.rank) for each in facts.ranks if each.failed and each.rank not in tails]
-    if others:
-        more = f" and {counted(len(others) - _MOST_OTHERS, 'more rank')}" if len(others) > _MOST_OTHERS else ""
-        yield f"Also failed: rank {', '.join(others[:_MOST_OTHERS])}{more}"
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -268,83 +188,6 @@ def sparkline(values: Sequence[float]) -> str:
         return _SPARKS[0] * width
     scale = (len(_SPARKS) - 1) / (high - low)
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
-
-
-def charts(plot: Plot) -> list[str]:
-    """Return at most four charts as Markdown: a legend and a Mermaid block each.
-
-    They show what belongs to a data set, as val/accuracy, losses first; if there is no such metric, all metrics.
-    """
-    of_data = [panel for panel in plot.panels if "loss" in panel.quantity or any("/" in c.name for c in panel.curves)]
-    panels = sorted(of_data or plot.panels, key=lambda panel: "loss" not in panel.quantity)
-    drawn = [_chart(group, plot.x_name) for panel in panels for group in _groups(panel)]
-    return [text for text in drawn if text][:_MOST_CHARTS]
-
-
-def _groups(panel: Panel) -> list[list[Curve]]:
-    """Return curves that share a chart: those whose common range of x is at least half of the whole range."""
-    curves = [curve for curve in panel.curves if len(_finite(curve.main)[0]) > 1][:MOST_LINES]
-    if not curves:
-        return []
-    starts, ends = zip(*(_range(_finite(curve.main)[0]) for curve in curves), strict=True)
-    shared, whole = min(ends) - max(starts), max(ends) - min(starts)
-    return [curves] if 2 * shared >= whole > 0 else [[curve] for curve in curves]
-
-
-def _finite(points: Points) -> Points:
-    kept = [(x, y) for x, y in zip(*points, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    return [x for x, _ in kept], [y for _, y in kept]
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def _chart(curves: Sequence[Curve], x_name: str) -> str:
-    lines = [_finite(curve.main) for curve in curves]
-    start, end = max(min(x) for x, _ in lines), min(max(x) for x, _ in lines)
-    values = [_resampled(line, start, end) for line in lines]
-    low, high = _range([value for line in values for value in line])
-    if end <= start or max(abs(low), abs(high), abs(start), abs(end)) > _LARGEST:
-        return ""
-    margin = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    legend = " ".join(f"{dot} {code(curve.label)}" for dot, curve in zip(_DOTS, curves, strict=False))
-    number, x_number = _formatter(high - low or margin), _formatter(end - start)
-    x_title = "seconds" if x_name == "time_s" else x_name
-    y_title = _UNSAFE.sub(" ", curves[0].name.rpartition("/")[2])
-    text = "\n".join(
-        [
-            _SETTINGS,
-            "xychart-beta",
-            f'  x-axis "{x_title}" {x_number(start)} --> {x_number(end)}',
-            f'  y-axis "{y_title}" {number(low - margin)} --> {number(high + margin)}',
-            *(f"  line [{', '.join(number(value) for value in line)}]" for line in values),
-        ]
-    )
-    return f"{legend}\n\n{fenced(text, 'mermaid')}"
-
-
-def _formatter(span: float) -> Callable[[float], str]:
-    """Return a function that formats numbers without an exponent, with about four digits of the range."""
-    digits = min(20, max(0, 4 - math.floor(math.log10(span))))
-
-    def formatted(value: float) -> str:
-        text = f"{value:.{digits}f}"
-        return text.rstrip("0").rstrip(".") if "." in text else text
-
-    return formatted
-
-
-def _resampled(line: Points, start: float, end: float) -> list[float]:
-    """Return the values at points of equal distance from `start` to `end`; of many points, the means of neighbours."""
-    import numpy as np
-
-    order = np.argsort(line[0], kind="stable")
-    x, y = np.asarray(line[0])[order], np.asarray(line[1])[order]
-    count = max(2, min(_POINTS, int(((start <= x) & (x <= end)).sum())))
-    if len(x) > 2 * _POINTS:
-        x, y = (np.array([part.mean() for part in np.array_split(values, _POINTS)]) for values in (x, y))
-    return [float(value) for value in np.interp(np.linspace(start, end, count), x, y)]
 
 
 def code(text: str) -> str:

@@ -10,9 +10,8 @@ import base64
 import itertools
 import json
 import math
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -27,35 +26,37 @@ from ddptrain.config.load import load_data
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError, UsageError, one_line
-from ddptrain.file_ops import open_regular, sha256
+from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials, hide_secrets
-from ddptrain.reports.artifacts import Artifacts, read_artifacts
-from ddptrain.reports.curves import Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
-from ddptrain.reports.facts import Frame, RankResult, last_lines, rank_results, user_frames
+from ddptrain.reports.artifacts import read_artifacts
+from ddptrain.reports.curves import Line, page_data, read_lines, read_system_lines, summaries
+from ddptrain.reports.facts import last_lines, rank_results, user_frames
 from ddptrain.reports.markdown import is_plain_link
-from ddptrain.reports.timeline import Timeline, read_timeline
+from ddptrain.reports.timeline import read_timeline
 from ddptrain.results.compare import flat
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.metrics import finite_number
+from ddptrain.results.run import Run, fetch_all, time_text
 from ddptrain.results.run_record import RunStatus, root_cause
-from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
+from ddptrain.results.runs import open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.show.render import size
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
-from ddptrain.results.time_use import TimeUse, time_use_of
+from ddptrain.results.time_use import time_use_of
 from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
 from ddptrain.version import __version__
 
 MOST_RUNS = 100  # on one page
-_MOST_DETAILED, _RUNS_OF_SWEEP = 20, 50  # runs with logs, images and tables; the best runs of a sweep
+_RUNS_OF_SWEEP = 50  # the best ones
+_PICTURE_FILES = tuple(f"artifacts/*.{kind}" for kind in ("csv", "png", "jpg", "jpeg", "webp", "json"))
+FILES = ("*.jsonl", "config.yaml", "git.diff", "logs/rank-*", *_PICTURE_FILES)  # what a page reads of a run
 _POINTS = 100_000  # of all curves: about 21 bytes each in the page
-_PICTURES = 120  # of all runs
+_PICTURES = 120
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SETTINGS = 6, 100, 1000
 _MOST_TRIALS, _MOST_AXES = 2000, 20
 _ID_CHARACTERS, _CHARACTERS, _MOST_OF_LONG = 120, 1000, 40_000  # of an id, of one text, of a traceback or a log
-_MOST_LOGS, _LINES, _LOG_BYTES, _DIFF_BYTES = 16, 40, 16 << 10, 200_000
+_MOST_LOGS, _LINES, _LOG_BYTES = 16, 40, 16 << 10
 _STATES = frozenset((*RunStatus, "complete", "pruned", "interrupted"))
 _HERE = Path(__file__).parent
 _SCRIPTS = ("uplot/uPlot.iife.min.js", "chart.js", "curves.js", "page.js")
@@ -66,169 +67,76 @@ _FOR_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 # --- A run ---
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A key of the configuration; `default` is None if it has none. The values are texts."""
-
-    key: str
-    value: str
-    default: str | None
-
-    @property
-    def pair(self) -> tuple[str, str]:
-        """Key and value."""
-        return self.key, self.value
-
-
 class RunCard:
-    """What the page shows of one run; files that cannot be read are left out.
+    """A run with its settings and curves; files that cannot be read are left out.
 
-    of: the number of runs on the page, which share its points and pictures. is_detailed: whether logs, images, tables
-    and changes of the code are shown.
+    of: the number of runs on the page, which share its points.
     """
 
-    def __init__(self, view: RunView, of: int = 1, *, is_detailed: bool = True) -> None:
-        self.view, self.record, self.failure = view, view.record, view.record.failure
-        self.is_detailed = is_detailed
-        self._of = of
-        self.problems = [view.problem] if view.problem else []
-        self._lines: list[Line] = []
-        self._system: list[Line] = []
-        try:
-            self._lines, self._system = read_lines(view), read_system_lines(view)
-        except DdptrainError as error:
-            self.problems.append(one_line(error))
+    def __init__(self, view: Run, of: int = 1) -> None:
+        self.view, self.record, self.failure, self._of = view, view.record, view.record.failure, of
 
     @cached_property
+    def lines(self) -> tuple[list[Line], list[Line], str]:
+        """The curves of the metrics and of the system metrics, and why they can't be read."""
+        try:
+            return read_lines(self.view), read_system_lines(self.view), ""
+        except DdptrainError as error:
+            return [], [], one_line(error)
+
+    @property
     def curves(self) -> list[dict[str, Any]]:
         """The curves for the script; system metrics have a quarter of the points."""
-        points = _POINTS // self._of
-        return [*page_data(self._lines, points), *page_data(self._system, points // 4)]
+        metrics, system, _ = self.lines
+        return [*page_data(metrics, _POINTS // self._of), *page_data(system, _POINTS // self._of // 4)]
 
     @cached_property
-    def metrics(self) -> list[MetricSummary]:
-        """The metrics, those of validation first."""
-        return sorted(summaries(self._lines), key=lambda metric: not metric.name.startswith("val"))
-
-    @cached_property
-    def ranks(self) -> list[RankResult]:
-        """The ranks that did not pass."""
-        return [rank for rank in rank_results(self.view) if rank.outcome != "passed"]
-
-    @cached_property
-    def frames(self) -> list[Frame]:
-        """The frames of the user's code in the traceback, the outermost first."""
-        return user_frames(self.failure)
-
-    @cached_property
-    def traceback(self) -> str:
-        """The end of the traceback, which names the error."""
-        text = self.failure.traceback.rstrip() if self.failure is not None else ""
-        return text if len(text) <= 20_000 else f"...\n{text[-20_000:]}"
-
-    @cached_property
-    def tails(self) -> dict[int, list[str]]:
-        """The last lines of the first 16 ranks, that of the failure first."""
-        first = self.failure.rank if self.failure is not None else None
-        logs = sorted(self.view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))
-        read = ((rank, last_lines(path, _LINES, _LOG_BYTES)) for rank, path in logs[:_MOST_LOGS] if self.is_detailed)
-        return {rank: lines for rank, lines in read if lines}
-
-    @cached_property
-    def artifacts(self) -> Artifacts:
-        """Its tables, pictures and other files."""
-        return read_artifacts(self.view, _PICTURES // self._of) if self.is_detailed else Artifacts()
-
-    @cached_property
-    def timeline(self) -> Timeline | None:
-        """When each rank started, trained and failed."""
-        return read_timeline(self.view)
-
-    @cached_property
-    def time_use(self) -> TimeUse | None:
-        """Where the time went."""
-        return time_use_of(self.view)
-
-    @cached_property
-    def settings(self) -> list[Setting]:
-        """Its configuration; none if it cannot be read."""
-        path = self.view.layout.config_yaml
+    def settings(self) -> dict[str, tuple[str, str | None]]:
+        """Value and default of each key of the configuration, as texts; none if it cannot be read."""
+        path = self.view.config_yaml
         try:
             data = load_data(read_bytes(path), path.name)
+            items = list(itertools.islice(flat(hide_secrets(data)), _MOST_SETTINGS)) if isinstance(data, dict) else []
         except (OSError, DdptrainError):
-            return []
-        if not isinstance(data, dict):
-            return []
-        defaults = dict(flat(_defaults(data.get("workload"))))
-        return [
-            Setting(shorten(key, 300), _setting_text(value), _setting_text(defaults[key]) if key in defaults else None)
-            for key, value in itertools.islice(flat(hide_secrets(data)), _MOST_SETTINGS)
-        ]
+            return {}
+        known = {key: _setting_text(value) for key, value in flat(_defaults(self.record.workload))} if items else {}
+        return {shorten(key, 300): (_setting_text(value), known.get(key)) for key, value in items}
 
-    @property
-    def changed(self) -> list[Setting]:
-        """The settings that differ from the defaults."""
-        return [setting for setting in self.settings if setting.value != setting.default]
 
-    @cached_property
-    def diff(self) -> str:
-        """The changes of the code that were not committed; "" if there are none, or they cannot be read."""
-        if not self.is_detailed or self.record.git is None or not self.record.git.dirty:
-            return ""
-        try:
-            with os.fdopen(open_regular(self.view.layout.git_diff), "rb") as file:
-                text = file.read(_DIFF_BYTES).decode("utf-8", "replace")
-                return text + ("\n... (the rest is left out)" if file.read(1) else "")
-        except OSError:
-            return ""
-
-    @property
-    def result(self) -> str:
-        """What rank 0 has returned, as JSON."""
-        return "" if self.record.result is None else shorten(json.dumps(hide_secrets(self.record.result)), 2000)
-
-    @property
-    def links(self) -> list[tuple[str, str]]:
-        """The addresses of trackers that are plain HTTP addresses."""
-        found = [(name, one.get("url", "")) for name, one in tracker_outputs(self.view.layout, self.record).items()]
-        return [(name[:50], url) for name, url in dict.fromkeys(found) if is_plain_link(url)][:10]
-
-    @property
-    def variables(self) -> list[tuple[str, str]]:
-        """The environment variables of the ranks, with their sources."""
-        items = sorted(self.record.rank_environment.items())[:_MOST_ROWS]
-        return [(name[:200], f"{hide_credentials(one.value[:500])} ({one.source[:20]})") for name, one in items]
-
-    @property
-    def environment(self) -> Iterator[tuple[str, str]]:
-        """Where it ran."""
-        record = self.record
-        yield "directory", self.view.layout.where
-        if record.driver.host:
-            yield "driver", record.driver.description
-        if hosts := sorted({rank.host for attempt in record.attempts for rank in attempt.ranks if rank.host}):
-            yield "hosts of the ranks", ", ".join(hosts[:50])
-        if record.git is not None:
-            changes = ", with changes that are not committed" if record.git.dirty else ""
-            yield "git commit", record.git.commit + changes
-        if record.code is not None:
-            yield "uploaded code", f"{record.code.folder}, {record.code.files} files, hash {record.code.hash}"
-        if record.checkpoints:
-            yield "checkpoints", ", ".join(record.checkpoints[:50])
-
-    @property
-    def sections(self) -> list[tuple[str, str]]:
-        """The sections that it has: anchors and titles."""
-        ended = "End" if self.failure is not None and self.failure.is_order else "Failure"
-        of = self.artifacts
-        every = (
-            ("failure", ended, self.failure), ("curves", "Curves", self.curves), ("metrics", "Metrics", self.metrics),
-            ("timeline", "Time line", self.timeline), ("time", "Time", self.time_use),
-            ("confusion", "Confusion matrix", of.confusion), ("predictions", "Predictions", of.galleries),
-            ("images", "Images", of.pictures), ("tables", "Tables", of.tables), ("logs", "Logs", self.tails),
-            ("configuration", "Configuration", self.settings), ("environment", "Environment", True),
-        )  # fmt: skip
-        return [(anchor, title) for anchor, title, content in every if content]
+def _details(card: RunCard) -> dict[str, Any]:
+    """Return what the page of one run has besides: the names are those of its template."""
+    view, record, failure = card.view, card.record, card.failure
+    metrics, _, problem = card.lines
+    traceback = failure.traceback.rstrip() if failure is not None else ""
+    first = failure.rank if failure is not None else None
+    logs = sorted(view.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_LOGS]
+    trackers = [(name, one.get("url", "")) for name, one in tracker_outputs(view, record).items()]
+    variables = sorted(record.rank_environment.items())[:_MOST_ROWS]
+    hosts = sorted({rank.host for attempt in record.attempts for rank in attempt.ranks if rank.host})
+    git, code = record.git, record.code
+    environment = {
+        "directory": view.where,
+        "driver": record.driver.description if record.driver.host else "",
+        "hosts of the ranks": ", ".join(hosts[:50]),
+        "git commit": git.commit + (", with changes that are not committed" if git.dirty else "") if git else "",
+        "uploaded code": f"{code.folder}, {code.files} files, hash {code.hash}" if code else "",
+        "checkpoints": ", ".join(record.checkpoints[:50]),
+    }
+    return {
+        "problems": [text for text in (view.problem, problem) if text],
+        "result": "" if record.result is None else shorten(json.dumps(hide_secrets(record.result)), 2000),
+        "links": [(name[:50], url) for name, url in dict.fromkeys(trackers) if is_plain_link(url)][:10],
+        "frames": user_frames(failure),
+        "traceback": traceback if len(traceback) <= 20_000 else f"...\n{traceback[-20_000:]}",
+        "ranks": [rank for rank in rank_results(view) if rank.outcome != "passed"][:64],
+        "metrics": sorted(summaries(metrics), key=lambda metric: not metric.name.startswith("val")),
+        "timeline": read_timeline(view),
+        "time_use": time_use_of(view),
+        "artifacts": read_artifacts(view, _PICTURES),
+        "tails": {rank: lines for rank, path in logs if (lines := last_lines(path, _LINES, _LOG_BYTES))},
+        "environment": [item for item in environment.items() if item[1]],
+        "variables": [(name[:200], f"{hide_credentials(v.value[:500])} ({v.source[:20]})") for name, v in variables],
+    }
 
 
 def _defaults(workload: object) -> dict[str, Any]:
@@ -328,6 +236,7 @@ class Page:
     title: str
     subtitle: str = ""
     cards: Sequence[RunCard] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
     sweep: SweepTable | None = None
     rows: Sequence[Any] = ()
     sweeps: Sequence[SweepRecord] = ()
@@ -340,18 +249,9 @@ class Page:
         return bool(self.data.get("curves")) or (self.is_served and bool(self.cards))
 
     @property
-    def contents(self) -> list[tuple[str, str]]:
-        """The entries of the table of contents: anchors and labels."""
-        if len(self.cards) == 1 and self.sweep is None:
-            return self.cards[0].sections
-        found = [("sweep", "Sweep")] * bool(self.sweep) + [("runs", "Runs"), ("curves", "Curves")] * bool(self.cards)
-        several = self.cards if len(self.cards) <= 10 and not self.is_served else ()  # the table of runs has links, too
-        return found + [(f"run-{at}", shorten(card.view.run_id, _ID_CHARACTERS)) for at, card in enumerate(several)]
-
-    @property
     def differing(self) -> list[str]:
         """Settings whose values are not the same in all runs."""
-        found = [{setting.key: setting.value for setting in card.settings} for card in self.cards if card.settings]
+        found = [card.settings for card in self.cards if card.settings]
         names = dict.fromkeys(key for settings in found for key in settings)
         keys = [key for key in names if len({settings.get(key) for settings in found}) > 1]
         return sorted(keys, key=lambda key: not key.startswith("params."))[:_MOST_COLUMNS]
@@ -365,59 +265,57 @@ class Page:
 
 
 def runs_page(
-    views: Sequence[RunView], sweep: SweepRecord | None = None, *, is_served: bool = False, with_curves: bool = True
+    views: Sequence[Run], sweep: SweepRecord | None = None, *, is_served: bool = False, with_curves: bool = True
 ) -> Page:
     """Return the page about runs, and a sweep; of one run it has everything."""
-    cards = [RunCard(view, len(views), is_detailed=at < _MOST_DETAILED) for at, view in enumerate(views)]
-    seen: Counter[str] = Counter()
-    labels = []
-    for card in cards:  # a second run of the same id, from another folder, gets a number
-        label = shorten(card.view.run_id, _ID_CHARACTERS)
-        seen[label] += 1
-        labels.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    cards = [RunCard(view, len(views)) for view in views]
+    labels = [shorten(card.view.run_id, _ID_CHARACTERS) for card in cards]
     states = Counter(view.shown_status for view in views)
     by_state = ", ".join(f"{count} {shorten(state, 40)}" for state, count in states.most_common(8))
     title = f"Sweep {shorten(sweep.sweep_id, _ID_CHARACTERS)}" if sweep is not None else counted(len(views), "run")
     curves = [{"run": at, **curve} for at, card in enumerate(cards) for curve in card.curves] if with_curves else []
+    is_single = sweep is None and len(views) == 1
     return Page(
-        "runs",
-        f"Run {labels[0]}" if sweep is None and len(views) == 1 else title,
+        "run" if is_single else "runs",
+        f"Run {labels[0]}" if is_single else title,
         f"{counted(len(views), 'run')}: {by_state}." if len(views) > 1 else "",
         cards,
+        _details(cards[0]) if is_single else {},
         SweepTable(sweep) if sweep is not None else None,
         data={"runs": [{"id": label} for label in labels], "curves": curves},
         is_served=is_served,
     )
 
 
-def find_subjects(names: Sequence[str], runs_dir: str) -> tuple[list[RunView], SweepRecord | None]:
+def find_subjects(names: Sequence[str], runs_dir: str) -> tuple[list[Run], SweepRecord | None]:
     """Return the runs that the names stand for, and the sweep with its best runs if one is among them.
 
     Raises UsageError, RunNotFound, StoreError.
     """
-    views: list[RunView] = []
+    views: list[Run] = []
     sweeps: list[FoundSweep] = []
     for name in dict.fromkeys(names):
         if (found := find_sweep(runs_dir, name)) is not None:
             sweeps.append(found)
         else:
             place, run = split_run(name, runs_dir)
-            views.append(open_runs_dir(place).find(run, NeededFiles.REPORT))
+            views.append(open_runs_dir(place).find(run))
     if len(sweeps) > 1:
         raise UsageError(f"a report has at most one sweep, got {len(sweeps)}; write one report for each")
     views += _runs_of(sweeps[0]) if sweeps else []
-    views = list({view.layout.root: view for view in views}.values())
+    views = list({view.root: view for view in views}.values())
     if len(views) > MOST_RUNS:
         raise UsageError(f"a report has at most {MOST_RUNS} runs, got {len(views)}; name fewer")
+    fetch_all(views, *FILES)
     return views, sweeps[0].record if sweeps else None
 
 
-def _runs_of(sweep: FoundSweep) -> list[RunView]:
+def _runs_of(sweep: FoundSweep) -> list[Run]:
     """Return the runs of the trials that are running, and of the best ones; then of those that failed."""
     running, failed = ([t for t in sweep.record.trials if t.state == state] for state in ("running", "failed"))
     ranked = SweepTable(sweep.record).ranked
     names = dict.fromkeys(name for trial in (*running, *ranked, *failed) for name in trial.run_ids)
-    runs = (sweep.trials.find_exact(name, NeededFiles.REPORT) for name in names if valid_run_id(name))
+    runs = (sweep.trials.get(name) for name in names if valid_run_id(name))
     return list(itertools.islice((view for view in runs if view is not None), _RUNS_OF_SWEEP))
 
 

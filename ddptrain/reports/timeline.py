@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import LAST_BYTES, read_events
+from ddptrain.results.run import Run, parse_time
 from ddptrain.text_tables import duration
 
 WIDTH = 1000  # of a row, in units of its drawing
@@ -90,13 +90,13 @@ class _Rank:
                     self.timed.append((_TIMED[name], time_s - seconds, time_s))
 
 
-def read_timeline(view: RunView) -> Timeline | None:
+def read_timeline(view: Run) -> Timeline | None:
     """Return the time line of a run; None if no rank was started. An attempt waits since the end of the one before."""
     began = parse_time(view.record.started_at)
     attempts: list[dict[int, _Rank]] = []
     starts: list[tuple[int, float, float]] = []  # number, since when it waits, start
     first = last = began.timestamp() if began else None
-    for event in read_events(view.layout.events_jsonl, _KINDS, LAST_BYTES):
+    for event in read_events(view.events_jsonl, _KINDS, LAST_BYTES):
         time_s = float(event["time_s"])
         first, last = (time_s, time_s) if first is None or last is None else (first, last)
         if event["event"] == "run_started":

@@ -6,17 +6,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import CREATE, open_regular, wait_for_lock
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import origin_of
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
-from ddptrain.storage.store import Store, WriteConflict
+
+if TYPE_CHECKING:
+    from ddptrain.storage.store import Store
 
 FILE = "annotations.json"  # in the run directory
 MOST_TAGS = 50
@@ -52,14 +54,6 @@ class Annotations:
         if len(tags) > MOST_TAGS:
             raise UsageError(f"a run can have {MOST_TAGS} tags, not {len(tags)}; remove some, as -{tags[0]}")
         return replace(self, tags=tags)
-
-
-def read_annotations(folder: Path) -> Annotations:
-    """Return the annotations of the run in `folder`; they are empty if the file is missing or can't be read."""
-    try:
-        return Annotations.parse(read_bytes(folder / FILE))
-    except OSError:
-        return Annotations()
 
 
 def tag_changes(words: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -108,17 +102,18 @@ _MOST_CONFLICTS = 20
 def edit_folder(folder: Path, change: Change) -> Annotations:
     """Change the annotations of the run in a local folder; return the new ones.
 
-    Raises UsageError if the folder is a local copy of a run in a store; ResultsError.
+    Raises ResultsError.
     """
-    if (origin := origin_of(folder)) is not None:
-        raise UsageError(f"{folder} is a copy; give the run's address, {origin.url}")
     require_own_folder(folder)
     with results_errors(folder / _LOCK):
         descriptor = open_regular(folder / _LOCK, CREATE, 0o600)
     try:
         with results_errors(folder / _LOCK, "lock"):
             wait_for_lock(descriptor)
-        changed = change(read_annotations(folder))
+        before = None
+        with suppress(OSError):
+            before = read_bytes(folder / FILE)
+        changed = change(Annotations.parse(before))
         write_file(folder / FILE, changed.to_json())
         return changed
     finally:
@@ -130,6 +125,8 @@ def edit_stored(run: Store, change: Change) -> Annotations:
 
     If several processes change them at once, no change is lost. Raises ClusterError, StoreError.
     """
+    from ddptrain.storage.store import WriteConflict
+
     for _ in range(_MOST_CONFLICTS):
         try:
             before = run.read_versioned(FILE)

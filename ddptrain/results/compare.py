@@ -13,9 +13,9 @@ from typing import Any, Literal
 from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.recorded_config import config_of, params_of
+from ddptrain.results.run import Run
 from ddptrain.results.selection import best_value, value_text
 from ddptrain.results.show.curves import Curve, Panel, Plot, Points, mean_of, thinned
 from ddptrain.results.show.render import HEADER, rows
@@ -55,7 +55,7 @@ class MetricComparison:
 class Comparison:
     """Runs, the first of which is the base of differences; `plot` has a panel for each metric, a curve for each run."""
 
-    views: tuple[RunView, ...]
+    views: tuple[Run, ...]
     differences: Mapping[str, Differences]
     metrics: tuple[MetricComparison, ...]
     plot: Plot
@@ -92,32 +92,32 @@ def changes(values: Values) -> Values:
     return tuple(None if value is None or first is None else value - first for value in values)
 
 
-def compare_runs(views: Sequence[RunView], axis: Axis | None = None, metrics: Sequence[str] = ()) -> Comparison:
+def compare_runs(views: Sequence[Run], axis: Axis | None = None, metrics: Sequence[str] = ()) -> Comparison:
     """Compare runs. `metrics` names the metrics to draw; by default the losses, or else the first six metrics.
 
     Raises UsageError for one run, an unknown metric, or a run without values on the axis; ResultsError.
     """
-    if len({view.layout.where for view in views}) < 2:
+    if len({view.where for view in views}) < 2:
         raise UsageError(f"give at least two different runs to compare, not only {views[0].run_id}")
-    series = [read_series(view.layout.metrics_jsonl) for view in views]
+    series = [read_series(view.metrics_jsonl) for view in views]
     compared = [_metric(name, views, series) for name in _names(views, series)]
     return Comparison(tuple(views), find_differences(views), tuple(compared), _plot(views, series, axis, metrics))
 
 
-def labels(views: Sequence[RunView]) -> list[str]:
+def labels(views: Sequence[Run]) -> list[str]:
     """Return a short label for each run: A, B, ... Z, AA, AB, ..."""
     lengths = itertools.count(1)
     every = (letters for length in lengths for letters in itertools.product(string.ascii_uppercase, repeat=length))
     return ["".join(letters) for letters in itertools.islice(every, len(views))]
 
 
-def _names(views: Sequence[RunView], series: Sequence[AllSeries]) -> list[str]:
+def _names(views: Sequence[Run], series: Sequence[AllSeries]) -> list[str]:
     logged = {name for run_series in series for name, _ in run_series}
     best = {view.record.best.metric for view in views if view.record.best is not None}
     return sorted(logged.union(best, *(view.record.last_metrics for view in views)))
 
 
-def _metric(name: str, views: Sequence[RunView], series: Sequence[AllSeries]) -> MetricComparison:
+def _metric(name: str, views: Sequence[Run], series: Sequence[AllSeries]) -> MetricComparison:
     modes = [view.record.best.mode for view in views if view.record.best and view.record.best.metric == name]
     goal = goal_of(name, name if modes else "", modes[0] if modes else "min")
     last = tuple(view.record.numbers.get(name) for view in views)
@@ -129,7 +129,7 @@ def _metric(name: str, views: Sequence[RunView], series: Sequence[AllSeries]) ->
     return MetricComparison(name, goal, last, best or (None,) * len(views))
 
 
-def _plot(views: Sequence[RunView], series: Sequence[AllSeries], axis: Axis | None, wanted: Sequence[str]) -> Plot:
+def _plot(views: Sequence[Run], series: Sequence[AllSeries], axis: Axis | None, wanted: Sequence[str]) -> Plot:
     known = sorted({name for run_series in series for name, _ in run_series})
     for name in wanted:
         if name not in known:
@@ -154,7 +154,7 @@ def _best_axis(runs: Sequence[AllSeries], metrics: Sequence[str]) -> Axis:
     return "epoch" if not has_all_steps and all(None not in each.epoch for each in chosen) else "step"
 
 
-def _points(view: RunView, series: AllSeries, metric: str, axis: Axis) -> Points | None:
+def _points(view: Run, series: AllSeries, metric: str, axis: Axis) -> Points | None:
     """Return the points of a run's metric, mean over the ranks; None if the run does not have it.
 
     A value without a step gets the number of the ctx.log call. Raises UsageError if no value has an epoch.
@@ -174,7 +174,7 @@ def _points(view: RunView, series: AllSeries, metric: str, axis: Axis) -> Points
     return thinned((places, [mean_of(at[place]) for place in places]))
 
 
-def find_differences(views: Sequence[RunView]) -> dict[str, Differences]:
+def find_differences(views: Sequence[Run]) -> dict[str, Differences]:
     """Return what is not the same in all runs, by section; a section in which nothing differs is empty."""
     return {section: differing([dict(flat(facts(view))) for view in views]) for section, facts in _SECTIONS.items()}
 
@@ -199,11 +199,11 @@ def _comparable(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _config(view: RunView) -> Mapping[str, Any]:
+def _config(view: Run) -> Mapping[str, Any]:
     return {key: value for key, value in config_of(view).items() if key not in ("params", "workload")}
 
 
-def _code(view: RunView) -> Mapping[str, Any]:
+def _code(view: Run) -> Mapping[str, Any]:
     record = view.record
     facts: dict[str, Any] = {"workload": record.workload}
     if record.git is not None:
@@ -215,11 +215,11 @@ def _code(view: RunView) -> Mapping[str, Any]:
     return facts
 
 
-def _data(view: RunView) -> Mapping[str, Any]:
+def _data(view: Run) -> Mapping[str, Any]:
     """Return the SHA-256 of each file that describes the inputs, such as the list of images in inputs/manifest.json."""
     facts = {}
     try:
-        paths = sorted(path for path in view.layout.inputs_dir.iterdir() if path.suffix == ".json")
+        paths = sorted(path for path in view.fetch("inputs/*.json").inputs_dir.iterdir() if path.suffix == ".json")
     except OSError:
         return {}
     for path in paths:
@@ -230,7 +230,7 @@ def _data(view: RunView) -> Mapping[str, Any]:
     return facts
 
 
-def _environment(view: RunView) -> Mapping[str, Any]:
+def _environment(view: Run) -> Mapping[str, Any]:
     record = view.record
     ranks = record.attempts[-1].ranks if record.attempts else ()
     facts: dict[str, Any] = {"ranks": record.world_size, "hosts": sorted({rank.host for rank in ranks})}
@@ -238,7 +238,7 @@ def _environment(view: RunView) -> Mapping[str, Any]:
     return facts | {name: item.value for name, item in sorted(record.rank_environment.items())}
 
 
-_SECTIONS: Mapping[str, Callable[[RunView], Mapping[str, Any]]] = {
+_SECTIONS: Mapping[str, Callable[[Run], Mapping[str, Any]]] = {
     "params": params_of,
     "config": _config,
     "code": _code,

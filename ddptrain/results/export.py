@@ -14,9 +14,9 @@ from ddptrain.errors import UsageError
 from ddptrain.file_ops import atomic_file
 from ddptrain.optional_packages import require
 from ddptrain.results.compare import flat
-from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, MetricsReader, drop_replaced, read_series
 from ddptrain.results.recorded_config import params_of
+from ddptrain.results.run import Run, parse_time
 from ddptrain.results.selection import FIELDS, PARAMS, RunFields
 from ddptrain.results.show.curves import mean_of
 
@@ -48,7 +48,7 @@ def _encodable(text: str) -> str:
 # --- CSV ---
 
 
-def export_tables(views: Sequence[RunView], output: Path) -> list[Path]:
+def export_tables(views: Sequence[Run], output: Path) -> list[Path]:
     """Write the tables as CSV files; return their paths.
 
     If `output` ends in .csv, it is a file, which gets the table of metrics only; otherwise it is a folder, which gets
@@ -59,7 +59,7 @@ def export_tables(views: Sequence[RunView], output: Path) -> list[Path]:
     is_file = output.suffix.lower() == ".csv"
     paths = [output if is_file else output / "metrics.csv"]
     names = sorted(
-        {name for view in views for line in MetricsReader(view.layout.metrics_jsonl).read() for name in line.values}
+        {name for view in views for line in MetricsReader(view.metrics_jsonl).read() for name in line.values}
     )
     titles = {name: f"metrics.{name}" if name in _POSITION else name for name in names}
     with _output_file(paths[0]) as file:
@@ -72,9 +72,9 @@ def export_tables(views: Sequence[RunView], output: Path) -> list[Path]:
     return paths
 
 
-def _metric_rows(view: RunView, titles: Mapping[str, str]) -> list[Row]:
+def _metric_rows(view: Run, titles: Mapping[str, str]) -> list[Row]:
     """Return a row for each ctx.log call of a run, without values that a later attempt has replaced."""
-    lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read())
+    lines = drop_replaced(MetricsReader(view.metrics_jsonl).read())
     return [
         {
             "run": view.run_id,
@@ -91,7 +91,7 @@ def _metric_rows(view: RunView, titles: Mapping[str, str]) -> list[Row]:
     ]
 
 
-def _run_row(view: RunView) -> Row:
+def _run_row(view: Run) -> Row:
     """Return one row for a run: its fields, parameters, and the last and best value of each metric."""
     field_value = RunFields(view)
     row = {name: field_value(name) for name in FIELDS if name != "age"}
@@ -143,7 +143,7 @@ def _points(series: AllSeries, metric: str) -> list[Point]:
     ]
 
 
-def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
+def export_tensorboard(views: Sequence[Run], output: Path) -> list[Path]:
     """Write <output>/<run>/events... for each run: metrics (mean over the ranks), and parameters as text.
 
     Returns the paths of the files.
@@ -159,7 +159,7 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
 
     paths = []
     for view in views:
-        series = read_series(view.layout.metrics_jsonl)
+        series = read_series(view.metrics_jsonl)
         began = parse_time(view.record.started_at)
         began_s = began.timestamp() if began is not None else 0.0
         rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in flat(params_of(view))]

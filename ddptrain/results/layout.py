@@ -8,15 +8,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import entries
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.secure_files import read_bytes, write_file
 
@@ -44,14 +43,22 @@ class _Below:
         self._name = name
 
     def __get__(self, layout: RunLayout, owner: type[RunLayout]) -> Path:
-        return layout.root / self._name
+        return layout.file(self._name)
 
 
-@dataclass(frozen=True, slots=True)
 class RunLayout:
     """The paths of one run directory."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file of the run; one of an object store is downloaded if it exists there."""
+        return self.root / name
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file. Raises OSError."""
+        return read_bytes(self.file(name))
 
     @property
     def is_original(self) -> bool:
@@ -60,8 +67,9 @@ class RunLayout:
 
     @property
     def where(self) -> str:
-        """The location of the run, for messages: the URL in the store if `root` is a local copy, otherwise the path."""
-        return where_of(self.root)
+        """The location of the run, for messages: its folder, or its URL in the store."""
+        origin = origin_of(self.root)
+        return origin.url if origin is not None else str(self.root)
 
     def shown_path(self, path: Path) -> str:
         """Return a path below `root` for messages, as `where` does for `root`."""
@@ -94,32 +102,22 @@ class RunLayout:
 
     def log(self, rank: int) -> Path:
         """Return the log of that rank."""
-        return self.logs_dir / f"rank-{rank}.log"
+        return self.file(f"logs/rank-{rank}.log")
 
     def logs(self) -> dict[int, Path]:
-        """Return the existing logs by rank, in the order of ranks."""
-        in_store = {self.root / path for path in self._files_in_store("logs/")}
-        found = ((_LOG_NAME.fullmatch(path.name), path) for path in {*entries(self.logs_dir), *in_store})
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        """Return the paths of the existing logs by rank, in the order of ranks; log(rank) also downloads one."""
+        found = ((_LOG_NAME.fullmatch(name), name) for name in self.names_in("logs"))
+        return dict(sorted((int(match[1]), self.root / "logs" / name) for match, name in found if match))
+
+    def names_in(self, folder: str) -> dict[str, int]:
+        """Return the files below a folder: path from there -> size in bytes."""
+        top = self.root / folder
+        return {path.relative_to(top).as_posix(): size_bytes for path, size_bytes in files_below(top)}
 
     def artifacts(self) -> dict[str, int]:
-        """Return the files that ranks saved: path below artifacts/ -> size in bytes, in the order of paths.
-
-        Files that vanish during the listing are left out.
-        """
-        sizes = {
-            path.relative_to(self.artifacts_dir).as_posix(): size for path, size in files_below(self.artifacts_dir)
-        }
-        sizes |= {path.partition("/")[2]: size_bytes for path, size_bytes in self._files_in_store("artifacts/").items()}
-        return {path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)}
-
-    def _files_in_store(self, folder: str) -> dict[str, int]:
-        """Return the files below `folder` that the run has in its store, by path from `root`; empty for an original.
-
-        A local copy may lack them.
-        """
-        origin = origin_of(self.root)
-        return {path: size for path, size in origin.files.items() if path.startswith(folder)} if origin else {}
+        """Return the files that ranks saved: path below artifacts/ -> size in bytes, in the order of paths."""
+        found = sorted(self.names_in(ARTIFACTS).items())
+        return {path: size_bytes for path, size_bytes in found if not PurePosixPath(path).name.startswith(INCOMING)}
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, int]]:
@@ -212,17 +210,10 @@ def safe_relative(path: str) -> PurePosixPath:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The run in a store of which a folder is a copy.
-
-    token: only in a driver's working folder: the token of this driver's lease.
-    alive: only in a reader's copy: whether the driver was alive when the copy was made.
-    files: only in a reader's copy: path -> size in bytes of the files in the store, which the copy may lack.
-    """
+    """The run in a store of which a driver's working folder is a copy; token: of this driver's lease."""
 
     url: str
     token: str = ""
-    alive: bool | None = None
-    files: Mapping[str, int] = field(default_factory=dict)
 
     def mark(self, folder: Path) -> None:
         """Write the mark into the folder. Raises ResultsError."""
@@ -230,17 +221,9 @@ class Origin:
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """Return the original of a folder; None if the folder is an original itself."""
+    """Return the original of a working folder; None if the folder is an original itself."""
     try:
         raw = json.loads(read_bytes(folder / ORIGIN))
-        alive = raw["alive"] if isinstance(raw["alive"], bool) else None
-        files = {str(path): int(size_bytes) for path, size_bytes in raw["files"].items()}
-        return Origin(str(raw["url"]), str(raw["token"]), alive, files)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return Origin(str(raw["url"]), str(raw["token"]))
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def where_of(folder: Path) -> str:
-    """Return the folder for messages: the address of its original, or else its path."""
-    origin = origin_of(folder)
-    return origin.url if origin is not None else str(folder)

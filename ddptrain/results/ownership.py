@@ -78,15 +78,6 @@ def is_alive(layout: RunLayout, driver: DriverRecord) -> bool:
     return file_ops.time_in(layout.root) - touched <= SILENT_AFTER_S
 
 
-def changed_at(layout: RunLayout) -> float:
-    """Return when a file of the run changed last, in seconds since 1970; 0 if there is none."""
-    times = [0.0]
-    for path in (layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values()):
-        with suppress(OSError):
-            times.append(path.lstat().st_mtime)
-    return max(times)
-
-
 class Owner:
     """This driver's hold on a run; release() or the end of the process gives it up. See remote/lease.py for stores."""
 

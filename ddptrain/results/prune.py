@@ -15,11 +15,10 @@ from typing import Any
 
 from ddptrain.config.wording import counted, describe_value
 from ddptrain.errors import RunLocked, UsageError, one_line
-from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import RunView, parse_time
+from ddptrain.results.run import Run, parse_time
 from ddptrain.results.run_record import RunStatus
-from ddptrain.results.runs import RunsDir
+from ddptrain.results.runs import Runs
 from ddptrain.storage.store import StoreError, StoreUnreachable, Transient
 
 _RESUMABLE = frozenset((RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED))
@@ -199,7 +198,7 @@ class PruneReport:
 
 
 def prune(
-    runs: RunsDir, policy: PrunePolicy, protected: Mapping[str, str] | None = None, *, dry_run: bool = False
+    runs: Runs, policy: PrunePolicy, protected: Mapping[str, str] | None = None, *, dry_run: bool = False
 ) -> PruneReport:
     """Delete the runs that the policy does not keep, and finish interrupted deletions.
 
@@ -208,8 +207,8 @@ def prune(
     A run that a driver resumes meanwhile stays. The report lists what could not be deleted.
     Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.
     """
-    views = [view for view in runs.list() if policy.name in (None, view.record.name)]
-    decisions = decide([_facts(runs, view) for view in views], policy, protected or {})
+    views = [view for view in runs.list(sizes=True) if policy.name in (None, view.record.name)]
+    decisions = decide([_facts(view) for view in views], policy, protected or {})
     leftovers = runs.leftovers()
     if dry_run:
         return PruneReport(tuple(decisions), leftovers, (), dry_run)
@@ -239,7 +238,7 @@ def prune(
     return PruneReport(tuple(results), finished, tuple(problems), dry_run)
 
 
-def remove_run(runs: RunsDir, view: RunView) -> int:
+def remove_run(runs: Runs, view: Run) -> int:
     """Delete one run; return its size in bytes.
 
     Raises RunLocked if it is running; UsageError, ResultsError, StoreError.
@@ -250,21 +249,21 @@ def remove_run(runs: RunsDir, view: RunView) -> int:
         raise RunLocked(
             f"run {view.run_id} is {view.shown_status}, and is not deleted; ddptrain stop {view.run_id} ends it"
         )
-    size_bytes = runs.size_bytes(view)
+    size_bytes = view.size_bytes
     runs.delete(view)
     return size_bytes
 
 
-def _facts(runs: RunsDir, view: RunView) -> RunFacts:
+def _facts(view: Run) -> RunFacts:
     ended = parse_time(view.record.ended_at) or parse_time(view.record.started_at)
     return RunFacts(
-        folder=view.layout.root.name,
+        folder=view.root.name,
         run_id=view.run_id,
         name=view.record.name,
         status=view.status,
-        age_s=max(0.0, time.time() - (ended.timestamp() if ended else ownership.changed_at(view.layout))),
-        size_bytes=runs.size_bytes(view),
-        has_checkpoint=runs.has_checkpoint(view),
-        foreign=runs.why_foreign(view),
+        age_s=max(0.0, time.time() - (ended.timestamp() if ended else view.changed_at)),
+        size_bytes=view.size_bytes,
+        has_checkpoint=view.has_checkpoint(),
+        foreign=view.why_foreign(),
         problem=view.problem,
     )

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import is_own_folder, read_bytes
 
 
-def params_of(view: RunView) -> Mapping[str, Any]:
+def params_of(view: Run) -> Mapping[str, Any]:
     """Return the parameters of a run; those of runs of older versions are in config.yaml alone."""
     if view.record.params is not None:
         return view.record.params
@@ -18,10 +18,10 @@ def params_of(view: RunView) -> Mapping[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
-def config_of(view: RunView) -> Mapping[str, Any]:
+def config_of(view: Run) -> Mapping[str, Any]:
     """Return the configuration of a run; an empty one if config.yaml is missing or damaged."""
     try:
-        return parsed_config(read_bytes(view.layout.config_yaml))
+        return parsed_config(read_bytes(view.config_yaml))
     except OSError:
         return {}
 

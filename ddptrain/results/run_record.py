@@ -343,5 +343,10 @@ def ascii_json(value: object, indent: int | None = None) -> bytes:
 
 
 def utc_now() -> str:
-    """Return the time now as records have it: ISO 8601, UTC, milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """Return the time now as records have it."""
+    return text_of_time(datetime.now(UTC))
+
+
+def text_of_time(moment: datetime) -> str:
+    """Return a time as records have it: ISO 8601, UTC, milliseconds."""
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
 from ddptrain.host_identity import is_this_host
@@ -21,11 +21,11 @@ from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCh
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id
-from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import LatestMetrics, continued_line, read_series
 from ddptrain.results.ownership import Owner, is_held
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.recorded_config import parsed_config
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import (
     AttemptRecord,
     DriverRecord,
@@ -38,6 +38,9 @@ from ddptrain.results.run_record import (
 from ddptrain.results.secure_files import JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.staged_files import adopt_file
 from ddptrain.results.system import SystemFile
+
+if TYPE_CHECKING:
+    from ddptrain.results.remote.uploader import Uploader
 
 _NUMBERS_EVERY_S = 1.0  # metrics and progress
 _SAVING_SHARE = 50  # at most one part in so many of the time is for numbers in run.json, which grows with the ranks
@@ -55,6 +58,7 @@ class RunWriter:
     def __init__(self, layout: RunLayout, record: RunRecord, owner: Owner) -> None:
         self.layout = layout
         self.secrets: Sequence[str] = ()
+        self.upload: Uploader | None = None  # of a run in a store
         self._record = record
         self.last_versions: Mapping[str, str] = {}  # of Python and packages, at the last start of rank 0
         self._owner = owner
@@ -119,7 +123,7 @@ class RunWriter:
         Raises RunLocked, UsageError, ResultsError; see _continue_run().
         """
         view, owner = _continue_run(folder.absolute(), expected_driver)
-        layout = view.layout
+        layout = view
         try:
             record = dataclasses.replace(
                 view.record,
@@ -159,6 +163,15 @@ class RunWriter:
             lost(error)
 
         self._owner.keep(stop_writing)
+
+    def begin_upload(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
+        """Upload the run from now on, if it is one of a store. See Uploader.begin."""
+        if self.upload is not None:
+            self.upload.begin(warn, lost)
+
+    def finish_upload(self, deadline_s: float) -> str:
+        """Return "" when the store has everything, or one line about the problem if the deadline was reached."""
+        return "" if self.upload is None else self.upload.flush(deadline_s)
 
     def next_attempt(self, checkpoint: VerifiedCheckpoint | None, world_size: int = 0) -> AttemptRecord:
         """Return the record of the next attempt, which continues from a checkpoint."""
@@ -435,7 +448,7 @@ def _refuse_unless_free(layout: RunLayout) -> None:
         raise UsageError(f"{layout.root} exists and is not a run's folder; choose another --run-id")
 
 
-def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[RunView, Owner]:
+def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[Run, Owner]:
     """Take the lock of a run that has ended; return the run.
 
     expected_driver: the last driver of the run when the caller chose it; None: any.
@@ -444,7 +457,7 @@ def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[R
     """
     layout = RunLayout(folder)
     require_own_folder(layout.root)
-    before = load_run(layout.root)  # its driver may be on a host whose lock is not seen here
+    before = Run(layout.root)  # its driver may be on a host whose lock is not seen here
     driver = expected_driver or before.record.driver
     owner = Owner(layout.lock_file)
     if not (before.is_running and layout.is_original) or is_held(layout.lock_file):
@@ -455,7 +468,7 @@ def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[R
             f"wait for it to end, or stop it with ddptrain stop {before.run_id}"
         )
     try:
-        view = load_run(layout.root, is_ours=True)
+        view = Run(layout.root, is_ours=True)
         if view.problem:
             raise UsageError(f"run {view.run_id} can't be resumed: {view.problem}")
         if view.record.driver != driver:

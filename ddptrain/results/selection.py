@@ -22,9 +22,9 @@ from typing import Any
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import RunView, parse_time, time_text
 from ddptrain.results.metrics import AllSeries, is_number, read_series
 from ddptrain.results.recorded_config import params_of
+from ddptrain.results.run import Run, parse_time, time_text
 from ddptrain.text_tables import clean_line, duration
 from ddptrain.tracking.protocol import goal_of
 
@@ -35,12 +35,12 @@ _LONGEST_CELL = 60
 # --- Fields: the values of runs by name ---
 
 
-def _age_s(view: RunView) -> float | None:
+def _age_s(view: Run) -> float | None:
     started = parse_time(view.record.started_at)
     return None if started is None else (datetime.now(UTC) - started).total_seconds()
 
 
-FIELDS: Mapping[str, Callable[[RunView], Any]] = {
+FIELDS: Mapping[str, Callable[[Run], Any]] = {
     "run": lambda view: view.run_id,
     "name": lambda view: view.record.name,
     "workload": lambda view: view.record.workload,
@@ -66,7 +66,7 @@ _SHOWN: Mapping[str, Callable[[Any], str]] = {  # in a table; other values as va
 class RunFields:
     """Looks up the values of one run; files besides run.json are read when they are needed, once."""
 
-    def __init__(self, view: RunView) -> None:
+    def __init__(self, view: Run) -> None:
         self.view = view
         self._known: dict[str, Any] = {}
 
@@ -96,7 +96,7 @@ def _below(values: Any, path: str) -> Any:
     return _below(values.get(key), rest) if rest else None
 
 
-def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal: str = "") -> float | None:
+def best_value(view: Run, metric: str, series: AllSeries | None = None, goal: str = "") -> float | None:
     """Return the best value of a metric: of the run's best checkpoint, or else of metrics.jsonl, mean over the ranks.
 
     None if the run does not have it, or if it is not known whether it should be small or large. `series` are the
@@ -109,7 +109,7 @@ def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal
     if not goal:
         return None
     try:
-        series = read_series(view.layout.metrics_jsonl) if series is None else series
+        series = read_series(view.metrics_jsonl) if series is None else series
     except ResultsError:
         return None
     by_step: dict[float | str, list[float]] = {}
@@ -313,7 +313,7 @@ class Selection:
         """Whether metrics.jsonl of the runs is read."""
         return any(field.startswith("best(") for field in self.fields)
 
-    def apply(self, views: Iterable[RunView]) -> list[RunFields]:
+    def apply(self, views: Iterable[Run]) -> list[RunFields]:
         """Return the runs that match, sorted."""
         runs = [RunFields(view) for view in views]
         matching = [run for run in runs if self.where is None or self.where.matches(run)]
@@ -323,7 +323,7 @@ class Selection:
             matching = sorted(known, key=lambda run: _sorted_as(run(field)), reverse=descending) + missing
         return matching
 
-    def unknown_fields(self, views: Sequence[RunView]) -> list[str]:
+    def unknown_fields(self, views: Sequence[Run]) -> list[str]:
         """Return a message for each field that no run has: it may be misspelled, or text without quotes."""
         runs = [RunFields(view) for view in views]
         unknown = [field for field in self.extra_columns if all(run(field) is None for run in runs)] if runs else []

@@ -19,10 +19,10 @@ from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.lookup import RunView, is_sweep, parse_time
+from ddptrain.results.run import Run, parse_time
 from ddptrain.results.run_record import SWEEP, RunStatus, as_json_data
-from ddptrain.results.runs import NeededFiles, RunsDir, open_runs_dir
-from ddptrain.results.secure_files import is_own_folder, read_bytes, write_file
+from ddptrain.results.runs import Runs, open_runs_dir
+from ddptrain.results.secure_files import read_bytes, write_file
 from ddptrain.storage.store import is_url
 
 SWEEP_JSON = "sweep.json"
@@ -46,13 +46,15 @@ class TrialState(StrEnum):
 
 @dataclass(slots=True)
 class TrialRecord:
-    """One trial. value: the mean of `values`, or the last value of a trial without a result."""
+    """One trial. value: the best value of the metric, or the last one of a trial without a result.
+
+    run_ids: its run; sweeps of earlier versions repeated a trial, with a `spread`.
+    """
 
     number: int
     params: dict[str, Any]
     state: TrialState = TrialState.RUNNING
     value: float | None = None
-    values: list[float] = field(default_factory=list)
     spread: float | None = None
     step: int | None = None
     error: str = ""
@@ -82,7 +84,6 @@ class SweepRecord:
     mode: str = "min"
     search: str = "tpe"
     prune: str = "none"
-    seeds: int = 1
     ranks: int = 1
     parallel: int = 0  # most trials that ran at the same time so far
     planned: int | None = None
@@ -94,7 +95,7 @@ class SweepRecord:
     ended_at: str | None = None
     duration_s: float | None = None
     best: int | None = None
-    importance: dict[str, float] | None = None
+    importance: dict[str, float] | None = None  # of the fields; in sweeps of earlier versions
     trials: list[TrialRecord] = field(default_factory=list)
 
     @property
@@ -141,7 +142,7 @@ class FoundSweep:
 
     record: SweepRecord
     where: str
-    trials: RunsDir
+    trials: Runs
 
 
 def find_sweep(runs_dir: str, name: str) -> FoundSweep | None:
@@ -151,25 +152,26 @@ def find_sweep(runs_dir: str, name: str) -> FoundSweep | None:
     if not valid_run_id(name):
         return None
     runs = open_runs_dir(runs_dir or "/")
-    view = runs.find_exact(name, NeededFiles.SWEEP)
-    return _found(runs, view) if view is not None and is_sweep(view.layout.root) else None
+    view = runs.get(name)
+    return _found(runs, view) if view is not None and view.is_sweep else None
 
 
 def list_sweeps(runs_dir: str) -> list[FoundSweep]:
     """Return the sweeps of this user that can be read, the newest first. Raises UsageError, StoreError."""
     runs, sweeps = open_runs_dir(runs_dir), []
-    for view in runs.list(NeededFiles.SWEEP, kind=SWEEP):
+    for view in runs.list(SWEEP):
         with suppress(UsageError):
-            if is_own_folder(view.layout.root):
+            if not view.why_foreign():
                 sweeps.append(_found(runs, view))
     return sorted(sweeps, key=lambda found: (str(parse_time(found.record.started_at)), found.where), reverse=True)
 
 
-def _found(runs: RunsDir, view: RunView) -> FoundSweep:
-    record = read_sweep(view.layout.root)
+def _found(runs: Runs, view: Run) -> FoundSweep:
+    view.file(SWEEP_JSON)
+    record = read_sweep(view.root)
     if record.status == RunStatus.RUNNING and not view.is_running:
         record.interrupt()
-    return FoundSweep(record, view.layout.where, runs.inside(view.layout.root.name))
+    return FoundSweep(record, view.where, runs.inside(view.root.name))
 
 
 def choose_sweep(runs_dir: str, name: str | None, sweep_id: str | None) -> str:

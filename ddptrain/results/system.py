@@ -162,7 +162,8 @@ class SystemSummary:
 
     def add(self, sample: SystemSample) -> None:
         """Take a sample in."""
-        self._hosts[sample.host] = sample.use
+        if sample.use:
+            self._hosts[sample.host] = sample.use
         self._ranks |= sample.ranks
 
     def facts(self) -> list[str]:

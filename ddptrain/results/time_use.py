@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import is_time, read_events
+from ddptrain.results.run import Run, parse_time
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.text_tables import duration
 
@@ -84,11 +84,11 @@ _ACTIVITIES = {
 _TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training", *reversed(_ACTIVITIES.values()))
 
 
-def time_use_of(view: RunView) -> TimeUse | None:
+def time_use_of(view: Run) -> TimeUse | None:
     """Return where the time of a run went; None if its duration is not known."""
     if (duration_s := view.duration_s) is None:
         return None
-    return time_use(view.record, timed_events(view.layout), duration_s)
+    return time_use(view.record, timed_events(view), duration_s)
 
 
 def timed_events(layout: RunLayout) -> Iterator[dict[str, Any]]:

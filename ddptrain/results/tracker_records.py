@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.run_record import RunRecord
-from ddptrain.tracking.wandb_files import SENDING, RunPart, links_in, parts_below, parts_in
+from ddptrain.tracking.wandb_files import LINKS, SENDING, RunPart, links_of, parts_below, parts_in
 
 WANDB = "wandb"
 RECORDED = f"{TRACKING}/{WANDB}"  # in the run directory: what W&B has recorded
@@ -30,7 +31,7 @@ def tracker_outputs(layout: RunLayout, record: RunRecord) -> dict[str, dict[str,
     Includes the URLs of W&B runs that were sent afterwards. A W&B run that was created only for sending is called
     `wandb/<its id>`.
     """
-    links = links_in(layout.tracking_dir / WANDB) if record.tracking else {}
+    links = _links(layout) if record.tracking else {}
     outputs = {name: dict(record.tracking[name]) for name in sorted(record.tracking, key=_by_number)}
     for about in outputs.values():
         if about.get("id") in links:
@@ -38,6 +39,12 @@ def tracker_outputs(layout: RunLayout, record: RunRecord) -> dict[str, dict[str,
     known = {about.get("id") for about in outputs.values()}
     others = sorted(links.keys() - known, key=_by_number)
     return outputs | {f"{WANDB}/{run_id}": {"id": run_id, "url": links[run_id]} for run_id in others}
+
+
+def _links(layout: RunLayout) -> dict[str, str]:
+    with suppress(OSError):
+        return links_of(layout.read(f"{RECORDED}/{LINKS}"))
+    return {}
 
 
 def _by_number(name: str) -> list[str | int]:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ddptrain.config.plugin_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import ResultsConfig
@@ -26,9 +28,10 @@ from ddptrain.file_ops import read_regular
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
-from ddptrain.results.lookup import find_checkpoint, list_runs, load_run
+from ddptrain.results.prune import PrunePolicy, prune
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RecordError, RunRecord, root_cause
-from ddptrain.results.runs import LocalRuns
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.secure_files import make_folder
 from ddptrain.run_handle import error_of
 from ddptrain.storage.store import is_url
@@ -59,6 +62,9 @@ class Evaluation:
     noun: str = ""
     notes: tuple[str, ...] = ()
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_RESULT = TypeAdapter(Evaluation)
 
 
 def evaluate(
@@ -138,7 +144,7 @@ def _launch(
                 raise _failure(layout, exit_code)
             return _result(layout)
         finally:
-            failure = load_run(layout.root).record.failure if layout.run_json.is_file() else None
+            failure = Run(layout.root).record.failure if layout.run_json.is_file() else None
             if failure is None or failure.rank is None:  # no rank has failed, so that its log may be needed
                 shutil.rmtree(layout.root, ignore_errors=True)
 
@@ -169,7 +175,7 @@ def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedC
             f"{resolved.config.workload_name}"
         )
     try:
-        return verify(find_checkpoint(layout, BEST))
+        return verify(Run(layout.root).checkpoint(BEST))
     except (CheckpointDamaged, OSError) as error:
         raise UsageError(f"the checkpoint of {target.name} is damaged: {one_line(error)}") from error
 
@@ -187,9 +193,7 @@ def _runs_folder(place: str) -> Iterator[Path]:
         with results_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         make_folder(folder)
-        for view in [view for view in list_runs(folder) if not view.is_running][_MOST_KEPT:]:
-            with suppress(DdptrainError):  # it runs after all, or it cannot be deleted
-                LocalRuns(folder).delete(view)
+        prune(open_runs_dir(str(folder)), PrunePolicy(keep=0, failed_keep=_MOST_KEPT), {})
     try:
         yield folder
     finally:
@@ -198,7 +202,7 @@ def _runs_folder(place: str) -> Iterator[Path]:
 
 
 def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
-    record = load_run(layout.root).record
+    record = Run(layout.root).record
     failure = record.failure
     cause = f"the evaluation ended as {record.status}" if failure is None else failure.message
     if failure is not None and failure.rank is not None:
@@ -211,20 +215,11 @@ def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
 
 def _result(layout: RunLayout) -> Evaluation:
     """Return the scores in run.json, and the description of the data in the run's inputs. Raises TrainingFailed."""
-    result = load_run(layout.root).record.result
-    if not isinstance(result, dict) or not isinstance(result.get("scores"), dict):
-        raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}")
     held_out: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         held_out = json.loads((layout.inputs_dir / "held_out.json").read_bytes())
-    return Evaluation(
-        scores={
-            name: {metric: float(value) for metric, value in scores.items()}
-            for name, scores in result["scores"].items()
-        },
-        held_out=str(held_out.get("digest", "")),
-        n=int(held_out.get("n", 0)),
-        noun=str(held_out.get("noun", "")),
-        notes=tuple(result["notes"]),
-        failures=result["failures"],
-    )
+    data = {"held_out": held_out.get("digest", ""), "n": held_out.get("n", 0), "noun": held_out.get("noun", "")}
+    try:
+        return _RESULT.validate_python({**(Run(layout.root).record.result or {}), **data})
+    except (ValueError, TypeError):
+        raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}") from None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shlex
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -98,32 +96,9 @@ def compose(event: str, record: RetrainRecord, resolved: ResolvedConfig, duratio
         one, other = candidate.get(name, math.nan), champion.get(name, math.nan)
         gain = f" ({one - other:+.4g})" if math.isfinite(one) and math.isfinite(other) else ""
         metrics.append(f"{code(name)}: {number(candidate.get(name))}, champion {number(champion.get(name))}{gain}")
-    on_host = f" on {clean_line(record.host)}" if record.host else ""
     lists = {
         "Metrics": metrics,
         "Gate": [code(shorten(rule.reason, _REASON_CHARS)) for rule in record.gate[:_MAX_LINES]],
         "Data": [code(shorten(line, _REASON_CHARS)) for line in record.difference[:_MAX_LINES]],
-        f"To look further{on_host}, in {clean_line(os.getcwd())}": map(code, next_commands(record, resolved)),
     }
     return Message.of(record.model, title, first, facts(about), lists, _KINDS.get(event, "info"))
-
-
-def next_commands(record: RetrainRecord, resolved: ResolvedConfig) -> list[str]:
-    """Return the next commands to inspect the result or to act, for the working directory."""
-    config, model = resolved.config, shlex.quote(record.model)
-    models = "" if config.models.dir == "models" else f" --models-dir {shlex.quote(config.models.dir)}"
-    runs = "" if config.results.dir == "runs" else f" --runs-dir {shlex.quote(config.results.dir)}"
-    run = shlex.quote(record.run_id) + runs
-    show_run = [f"ddptrain results show {run}"] if record.run_id else []
-    show_model, history = f"ddptrain models show {model}{models}", f"ddptrain models show {model} --history{models}"
-    match record.status:
-        case "failed":
-            logs = [f"ddptrain results logs {run}"] if record.run_id else []
-            return [*show_run, *logs, f"ddptrain retrain {shlex.quote(str(resolved.path))}"]
-        case "rejected":
-            promote = [f"ddptrain models promote {model} {record.version}{models}"] if record.version else []
-            return [*show_run, show_model, *promote]
-        case "promoted":
-            back = [f"ddptrain models rollback {model}{models}"] if record.champion is not None else []
-            return [show_model, history, *back]
-    return [*show_run, history]

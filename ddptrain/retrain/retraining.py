@@ -36,7 +36,7 @@ from ddptrain.errors import (
     one_line,
 )
 from ddptrain.log import Log
-from ddptrain.model_registry.add_run import Retrained, add_run
+from ddptrain.model_registry.add_run import add_run
 from ddptrain.model_registry.records import RegistryDamaged
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, open_version, user_name
@@ -47,9 +47,9 @@ from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.layout import BEST, new_run_id
-from ddptrain.results.lookup import RunView, find_checkpoint
+from ddptrain.results.run import MODEL, Run
 from ddptrain.results.run_record import root_cause, utc_now
-from ddptrain.results.runs import NeededFiles, open_runs_dir
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
-_MOST_EVALUATIONS = 3
 _ENDED: Mapping[str, str] = {
     RetrainStatus.RUNNING: "was killed",
     RetrainStatus.FAILED: "had failed",
@@ -149,17 +148,16 @@ class Retraining:
             stack.callback(timer.cancel)
         if end := self._choose() or (None if self._is_done(Stage.CHECK_DATA) else self._check_data()):
             return end
-        while not self._is_done(Stage.PROMOTE):
-            trained_before = self._is_done(Stage.TRAIN)
-            if not trained_before:
-                self._train()
-            try:
-                self._decide()
-            except RunNotFound as error:  # the run was deleted since, as by a clean-up of the disk
-                if not trained_before:
-                    raise
-                self.out.warn(f"{one_line(error)}; training again")
-                self._update(stage=Stage.CHECK_DATA, run_id=new_run_id(self.resolved.config.name))
+        if not self._is_done(Stage.TRAIN):
+            self._train()
+        if not self._is_done(Stage.PROMOTE):
+            runs = open_runs_dir(self.resolved.config.results.dir)
+            view = runs.find(self.record.run_id).fetch(*MODEL)
+            if not self._is_done(Stage.EVALUATE):
+                self._evaluate(view)
+            if not self._is_done(Stage.GATE):
+                self._judge()
+            self._promote(view)
         return self._outcome()
 
     def _stop_the_other(self) -> None:
@@ -173,7 +171,7 @@ class Retraining:
             target = find_target(self.resolved.config.results.dir, other.run_id)
             driver = target.look().record.driver
 
-            def look() -> RunView:
+            def look() -> Run:
                 if (view := target.look()).record.driver != driver:
                     raise RunNotFound(f"run {view.run_id} was continued by {view.record.driver.description}")
                 return view
@@ -209,7 +207,7 @@ class Retraining:
     def _is_done(self, stage: Stage) -> bool:
         """Return whether this stage is complete, in this start or in an earlier one."""
         order = list(Stage)
-        return order.index(Stage(self.record.stage)) >= order.index(stage)
+        return order.index(self.record.stage) >= order.index(stage)
 
     def _ended(self, status: RetrainStatus, exit_code: int, reason: str) -> RetrainRecord:
         """Return the record with this end; it is not written."""
@@ -235,10 +233,23 @@ class Retraining:
             raise Interrupted(self.signals.taken[0])
 
     def _continue(self, number: int) -> None:
-        """Continue an earlier retraining: its record is now of this start."""
+        """Continue an earlier retraining: its record is now of this start.
+
+        It trains again if its run has been deleted since, and evaluates again if another process has changed the
+        champion.
+        """
         earlier, own = self.records.read(number), self.record
         self.record = earlier
+        changes: dict[str, Any] = {}
+        if self._is_done(Stage.TRAIN) and not self._is_done(Stage.PROMOTE):
+            if open_runs_dir(self.resolved.config.results.dir).get(earlier.run_id) is None:
+                self.out.warn(f"run {earlier.run_id} has been deleted; training again")
+                changes = {"stage": Stage.CHECK_DATA, "run_id": new_run_id(self.resolved.config.name)}
+            elif self._is_done(Stage.EVALUATE) and self._champion() != earlier.champion:
+                self.out.warn("the champion has changed; evaluating again")
+                changes = {"stage": Stage.TRAIN}
         self._update(
+            **changes,
             status=RetrainStatus.RUNNING,
             starts=earlier.starts + 1,
             started_at=utc_now(),
@@ -377,28 +388,7 @@ class Retraining:
 
     # --- evaluate, gate, promote ---
 
-    def _decide(self) -> None:
-        """Evaluate, judge and promote; again if another process changes the champion meanwhile.
-
-        Raises the errors of the evaluation; RunNotFound, UsageError, StoreError.
-        """
-        for number in range(1, _MOST_EVALUATIONS + 1):
-            runs = open_runs_dir(self.resolved.config.results.dir)
-            view = runs.find(self.record.run_id, NeededFiles.MODEL)
-            if not self._is_done(Stage.EVALUATE):
-                self._evaluate(view)
-            if not self._is_done(Stage.GATE):
-                self._judge()
-            try:
-                self._promote(view)
-                return
-            except UsageError as error:
-                if number == _MOST_EVALUATIONS or self._champion() == self.record.champion:
-                    raise
-                self.out.warn(f"{one_line(error)}; evaluating again")
-                self._update(stage=Stage.TRAIN)
-
-    def _evaluate(self, view: RunView) -> None:
+    def _evaluate(self, view: Run) -> None:
         """Score the candidate and the champion.
 
         With an evaluation function both are scored on the same held-out data, by the ranks. Otherwise the metrics are
@@ -408,7 +398,7 @@ class Retraining:
 
         config, champion = self.resolved.config, self._champion()
         version, notes = None, []
-        targets = [EvaluationTarget("candidate", view.layout.root)]
+        targets = [EvaluationTarget("candidate", view.root)]
         if champion is not None:
             try:
                 version = self.registry.version(self.model, champion)
@@ -421,7 +411,7 @@ class Retraining:
             found = evaluate(self.resolved, targets, output=self.options.output)
             found = replace(found, notes=(*notes, *found.notes))
         else:
-            scores: dict[str, Mapping[str, float]] = {"candidate": verify(find_checkpoint(view.layout, BEST)).metrics}
+            scores: dict[str, Mapping[str, float]] = {"candidate": verify(view.checkpoint(BEST)).metrics}
             if version is not None:
                 scores["champion"] = version.evaluation or version.metrics
                 notes.append("metrics of the trainings, as there is no evaluate function")
@@ -441,36 +431,36 @@ class Retraining:
         self.out.stage(Stage.GATE, text, passed=passed, conditions=outcomes)
         self._update(stage=Stage.GATE, gate=outcomes)
 
-    def _promote(self, view: RunView) -> None:
-        """Add the candidate as a version, also if it was rejected; make it the champion if it has passed."""
+    def _promote(self, view: Run) -> None:
+        """Add the candidate as a version, also if it was rejected; make it the champion if it has passed.
+
+        Raises UsageError if another process has changed the champion: then the next start evaluates again.
+        """
         record, registry = self.record, self.registry
-        known = Retrained(record.data, record.held_out, record.config, record.scores.get("candidate", {}))
-        version = add_run(registry, self.model, view, BEST, known).version
-        passed = plan.passed(record.gate)
-        anyway = "" if passed else self.options.promote_anyway
-        if passed or anyway:
+        known = {"data": record.data, "held_out": record.held_out, "config": record.config}
+        evaluation = record.scores.get("candidate", {})
+        version = add_run(registry, self.model, view, BEST, evaluation=evaluation, **known).version
+        if plan.passed(record.gate):
             reason = f"retraining {record.number}" + (f" for {record.slot}" if record.slot else "")
-            reason += f"; rejected by the gate, promoted anyway: {anyway}" if anyway else ""
             registry.promote(self.model, version, reason, expected=record.champion)
-            text = f"version {version} is the champion" + (", although the gate rejected it" if anyway else "")
+            text = f"version {version} is the champion"
         else:
             registry.reject(self.model, version, "; ".join(rule.reason for rule in record.gate if not rule.passed))
             text = f"version {version} is kept; "
             text += f"version {record.champion} stays the champion" if record.champion else "no champion"
         self.out.stage(Stage.PROMOTE, text, version=version)
-        self._update(stage=Stage.PROMOTE, version=version, promoted_anyway=bool(anyway))
+        self._update(stage=Stage.PROMOTE, version=version)
 
     def _outcome(self) -> RetrainRecord:
         """Return the end of a retraining whose stage "promote" is complete."""
         record = self.record
         passed = plan.passed(record.gate)
-        if passed or record.promoted_anyway:
-            reasons = "; ".join(rule.reason for rule in record.gate)
-            reason = f"version {record.version} is the champion ({'' if passed else 'promoted anyway; '}{reasons})"
+        reasons = "; ".join(rule.reason for rule in record.gate if passed or not rule.passed)
+        if passed:
+            reason = f"version {record.version} is the champion ({reasons})"
             return self._ended(RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, reason)
-        failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
         champion = f"version {record.champion} stays the champion" if record.champion else "there is no champion"
-        reason = f"version {record.version} was rejected, {champion}: {failed}"
+        reason = f"version {record.version} was rejected, {champion}: {reasons}"
         return self._ended(RetrainStatus.REJECTED, ExitCode.REJECTED, reason)
 
     # --- notify, clean up ---
@@ -551,12 +541,11 @@ class Retraining:
             return
         from ddptrain.reports.facts import RunReport
 
-        view: RunView | None = None
+        view: Run | None = None
         try:
             if end.run_id:
                 runs = open_runs_dir(self.resolved.config.results.dir)
-                view = runs.find(end.run_id, NeededFiles.METRICS)
-                view = view if view.record.failure is None else runs.find(end.run_id, NeededFiles.LOGS)
+                view = runs.find(end.run_id)
         except (DdptrainError, OSError) as error:  # the report has the reason of the end all the same
             _log.warning("run cannot be reported", run=end.run_id, error=error)
         name, secrets, exit_code = self.resolved.config.name, self.resolved.secrets, end.exit_code or 0

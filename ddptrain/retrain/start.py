@@ -31,15 +31,13 @@ _TRY_EVERY_S = 1.0
 class RetrainOptions:
     """The options of the command line besides the configuration.
 
-    slot: the scheduled time as resolve_slot (schedule/entries.py) returns it, or "". promote_anyway: the reason to
-    promote a version that the gate rejects, or "".
+    slot: the scheduled time as resolve_slot (schedule/entries.py) returns it, or "".
     """
 
     force: bool = False
     slot: str = ""
     dry_run: bool = False
     output: str = "auto"
-    promote_anyway: str = ""
     full_traceback: bool = False
     all_ranks: bool = False
     reporting: Reporting | None = None

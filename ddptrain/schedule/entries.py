@@ -1,4 +1,4 @@
-"""A scheduled retraining: what the scheduler starts, and its record in the user's state folder, a JSON file each."""
+"""A scheduled retraining: what the scheduler starts, and when."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import re
 import sys
 import sysconfig
 import zoneinfo
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,15 +17,13 @@ from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
 from platformdirs import user_config_path, user_state_path
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from ddptrain import file_ops
 from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.types import NAME_PATTERN
-from ddptrain.config.wording import did_you_mean, nearest, shorten
-from ddptrain.errors import ClusterError, UsageError
+from ddptrain.config.wording import nearest, shorten
+from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.results.run_record import utc_now
 from ddptrain.storage.store import is_url
 
 if TYPE_CHECKING:
@@ -55,28 +52,39 @@ class Entry:
 
     at: a cron expression with its time zone. command: the program and its arguments. environment: the variables that it
     needs, without secrets. secrets: the names of the variables with secrets, whose values are in `env_file`. stop_s:
-    the time from SIGTERM to the end. system: whether it is a unit of the system, not of the user. added_at: ISO 8601.
+    the time from SIGTERM to the end. system: whether it is a unit of the system, not of the user.
     models_dir: the folder or URL of the models.
     """
 
     name: str
     model: str
     config: str
-    workdir: str
     at: str
     target: Literal["systemd", "cron"]
-    command: tuple[str, ...]
+    workdir: str = ""
+    command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     stop_s: int = _TIME_TO_STOP_S
     system: bool = False
-    added_at: str = ""
     models_dir: str = ""
 
     @property
     def schedule(self) -> Schedule:
         """The times."""
         return parse_schedule(self.at)
+
+    def to_json(self) -> str:
+        """Return what identifies the entry, on one line; the files around it have the rest."""
+        names = {"name", "model", "config", "at", "target", "system", "models_dir"}
+        return _ADAPTER.dump_json(self, include=names).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Entry:
+        """Read it. Raises ValueError, UsageError."""
+        entry = _ADAPTER.validate_json(text)
+        _ = entry.schedule
+        return entry
 
     @property
     def title(self) -> str:
@@ -150,77 +158,8 @@ def make_entry(
         secrets=tuple(sorted(named | {key for key in _SECRETS if environ.get(key)})),
         stop_s=round(config.failure.grace_s) + _TIME_TO_STOP_S,
         system=system,
-        added_at=utc_now(),
         models_dir=config.models.dir if is_url(config.models.dir) else os.path.abspath(config.models.dir),
     )
-
-
-class Entries:
-    """The installed schedules. All methods raise ClusterError if the folder can't be read or written."""
-
-    def __init__(self) -> None:
-        self.folder = user_state_path("ddptrain", appauthor=False) / "schedules"
-
-    def readable(self) -> tuple[list[Entry], list[str]]:
-        """Return the schedules whose files are not damaged, by name, and a line for each file that is."""
-        entries, problems = [], []
-        with self._errors():
-            for path in sorted(self.folder.glob("*.json")) if self.folder.is_dir() else []:
-                try:
-                    entries.append(_ADAPTER.validate_json(path.read_bytes()))
-                    _ = entries[-1].schedule
-                except (ValidationError, UsageError):
-                    problems.append(f"{path} is damaged: delete it, and add the schedule again")
-        return entries, problems
-
-    def get(self, name: str) -> Entry | None:
-        """Return the schedule of this name, if there is one. Raises UsageError if a file is damaged."""
-        entries, problems = self.readable()
-        if problems:
-            raise UsageError(problems[0])
-        return next((entry for entry in entries if entry.name == name), None)
-
-    def find(self, name: str) -> Entry:
-        """Return a schedule. Raises UsageError if there is none of this name, or a file is damaged."""
-        entry = self.get(name)
-        if entry is None:
-            known = [each.name for each in self.readable()[0]]
-            hint = did_you_mean(name, known) or "none is installed; ddptrain schedule add CONFIG --at TIME --install"
-            raise UsageError(f"there is no schedule {name}: {hint}")
-        return entry
-
-    def save(self, entry: Entry) -> None:
-        """Write a schedule, or replace the one of this name."""
-        with self._errors():
-            file_ops.make_private(self.folder)
-            file_ops.write_atomic(self.folder / f"{entry.name}.json", _ADAPTER.dump_json(entry, indent=1), mode=0o600)
-
-    def delete(self, name: str) -> None:
-        """Delete the record of a schedule."""
-        with self._errors():
-            (self.folder / f"{name}.json").unlink(missing_ok=True)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder for the block: one command at a time changes schedules."""
-        with self._errors():
-            file_ops.make_private(self.folder)
-            descriptor = file_ops.open_regular(self.folder / "schedules.lock", file_ops.CREATE)
-        try:
-            with self._errors():
-                file_ops.wait_for_lock(descriptor)
-            yield
-        finally:
-            os.close(descriptor)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ClusterError(
-                f"cannot use the folder {self.folder}: {error.strerror or error}; set XDG_STATE_HOME to another"
-            ) from error
 
 
 @dataclass(frozen=True, slots=True)

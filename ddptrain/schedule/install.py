@@ -1,4 +1,7 @@
-"""Adds schedules to systemd or cron, and removes them. What they read is in templates/."""
+"""Adds schedules to systemd or cron, lists and removes them. What they read is in templates/.
+
+A unit, or the script that cron starts, has the entry as JSON in a comment: there is no other record.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -18,13 +21,16 @@ from zoneinfo import ZoneInfo
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from platformdirs import user_config_path
 
+from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import ClusterError, ExitCode, UsageError, one_line
 from ddptrain.file_ops import make_private, write_atomic
 from ddptrain.log import Log
-from ddptrain.schedule.entries import Entries, Entry, host_zone
+from ddptrain.schedule.entries import Entry, host_zone
 
 _log = Log(__name__)
 _TOOL_TIMEOUT_S = 60.0
+_UNITS = Path("/etc/systemd/system")
+_RECORD = "# ddptrain schedule: "
 _NO_CRONTAB = re.compile("no crontab for|No such file")  # Debian and cronie, busybox
 
 
@@ -35,6 +41,14 @@ class Part:
     text: str
     path: Path | None = None
     mode: int = 0o644
+
+
+def _user_units() -> Path:
+    return user_config_path("systemd", appauthor=False) / "user"
+
+
+def _scripts() -> Path:
+    return user_config_path("ddptrain", appauthor=False) / "schedules"
 
 
 def default_target() -> Literal["systemd", "cron"]:
@@ -49,8 +63,7 @@ def parts_of(entry: Entry) -> list[Part]:
     Raises UsageError if cron cannot use the time zone.
     """
     if entry.target == "systemd":
-        user_folder = user_config_path("systemd", appauthor=False) / "user"
-        folder = Path("/etc/systemd/system") if entry.system else user_folder
+        folder = _UNITS if entry.system else _user_units()
         unit = _unit(entry.name)
         return [
             Part(_rendered("service.j2", entry), folder / f"{unit}.service"),
@@ -62,59 +75,77 @@ def parts_of(entry: Entry) -> list[Part]:
             f"cron runs in the time zone of the host, {host_zone()}, not in {zone}: give the time in the zone of the "
             "host, or use --as systemd"
         )
-    path = user_config_path("ddptrain", appauthor=False) / "schedules" / f"{entry.name}.sh"
+    path = _scripts() / f"{entry.name}.sh"
     command = shlex.quote(str(path)).replace("%", r"\%")
     lines = [f"{when} {command} {_mark(entry.name)}\n" for when in (entry.schedule.cron, "@reboot")]
     return [Part(_rendered("cron.sh.j2", entry), path, 0o700), Part("".join(lines))]
 
 
-def install(entry: Entry, entries: Entries) -> list[str]:
-    """Install a schedule and record it; a schedule of the same name, configuration and scheduler is replaced.
+def installed() -> tuple[list[Entry], list[str]]:
+    """Return the installed schedules, by name, and a line for each file that is damaged."""
+    entries, problems = [], []
+    folders = {_UNITS: "ddptrain-*.service", _user_units(): "ddptrain-*.service", _scripts(): "*.sh"}
+    for folder, pattern in folders.items():
+        for path in sorted(folder.glob(pattern)):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            try:
+                entries.append(Entry.from_json(text.partition(_RECORD)[2].partition("\n")[0]))
+            except (ValueError, UsageError):
+                problems.append(f"{path} is damaged: delete it, and add the schedule again")
+    return sorted(entries, key=lambda entry: entry.name), problems
+
+
+def find(name: str) -> Entry:
+    """Return a schedule. Raises UsageError if there is none of this name."""
+    entries, _ = installed()
+    for entry in entries:
+        if entry.name == name:
+            return entry
+    known = [entry.name for entry in entries]
+    hint = did_you_mean(name, known) or "none is installed; ddptrain schedule add CONFIG --at TIME --install"
+    raise UsageError(f"there is no schedule {name}: {hint}")
+
+
+def install(entry: Entry) -> list[str]:
+    """Install a schedule; one of the same name, configuration and scheduler is replaced.
 
     Returns what was done, in lines. Raises UsageError, ClusterError: then everything is as before.
     """
+    before = next((each for each in installed()[0] if each.name == entry.name), None)
+    if before and (before.config, before.target) != (entry.config, entry.target):
+        raise UsageError(
+            f"there is a schedule {entry.name} already, of {before.config} with {before.target}: choose another "
+            f"--name, or ddptrain schedule remove {entry.name}"
+        )
     parts = parts_of(entry)
-    with entries.locked():
-        before = entries.get(entry.name)
-        if before and (before.config, before.target) != (entry.config, entry.target):
-            raise UsageError(
-                f"there is a schedule {entry.name} already, of {before.config} with {before.target}: choose another "
-                f"--name, or ddptrain schedule remove {entry.name}"
-            )
-        entries.save(entry)  # first: what is installed is known, wherever this is killed
-        try:
-            done = _prepare_env_file(entry)
-            _write_files(parts)
-            done += _activate(entry, parts)
-        except (UsageError, ClusterError, OSError) as error:
-            if before is not None:
-                entries.save(before)
-                _write_files(parts_of(before))
-            else:
-                _delete_files(parts)
-                entries.delete(entry.name)
-            if isinstance(error, OSError):
-                raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
-            raise
+    old = [replace(part, text=part.path.read_text()) for part in parts if part.path and part.path.is_file()]
+    try:
+        done = _prepare_env_file(entry)
+        _write_files(parts)
+        done += _activate(entry, parts)
+    except (UsageError, ClusterError, OSError) as error:
+        _delete_files(parts)
+        _write_files(old)
+        if isinstance(error, OSError):
+            raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
+        raise
     _log.info("schedule installed", schedule=entry.name, target=entry.target)
     return done
 
 
-def uninstall(name: str, entries: Entries) -> Entry:
-    """Remove a schedule from its scheduler, then its record. Raises UsageError, ClusterError: the record stays."""
-    with entries.locked():
-        entry = entries.find(name)
-        if entry.target == "systemd":
-            with suppress(ClusterError):  # the unit is not loaded any more; its files are deleted below
-                _run([*_systemctl(entry), "disable", "--now", f"{_unit(name)}.timer"])
-        elif "".join(after := _other_lines(name)) != (crontab := _crontab()):
-            assert crontab
-            _run(["crontab", "-"], "".join(after))
-        _delete_files(parts_of(entry))
-        if entry.target == "systemd":
-            with suppress(ClusterError):
-                _run([*_systemctl(entry), "daemon-reload"])
-        entries.delete(name)
+def uninstall(name: str) -> Entry:
+    """Remove a schedule from its scheduler. Raises UsageError, ClusterError: its files stay."""
+    entry = find(name)
+    if entry.target == "systemd":
+        with suppress(ClusterError):  # the unit is not loaded any more; its files are deleted below
+            _run([*_systemctl(entry), "disable", "--now", f"{_unit(name)}.timer"])
+    elif "".join(after := _other_lines(name)) != (crontab := _crontab()):
+        assert crontab
+        _run(["crontab", "-"], "".join(after))
+    _delete_files(parts_of(entry))
+    if entry.target == "systemd":
+        with suppress(ClusterError):
+            _run([*_systemctl(entry), "daemon-reload"])
     _log.info("schedule removed", schedule=name, target=entry.target)
     return entry
 
@@ -175,7 +206,8 @@ def _rendered(template: str, entry: Entry) -> str:
     )
     environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "percent": _percent, "unit": _unit_word}
     codes = {"deadline": int(ExitCode.DEADLINE), "preempted": int(ExitCode.PREEMPTED)}
-    return environment.get_template(template).render(entry=entry, user=getpass.getuser(), **codes)
+    about = {"entry": entry, "record": f"{_RECORD}{entry.to_json()}", "user": getpass.getuser()}
+    return environment.get_template(template).render(**about, **codes)
 
 
 def _percent(value: object) -> str:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.wording import describe_value, shorten
+from ddptrain.config.wording import shorten
 from ddptrain.errors import RunLocked, UsageError
-from ddptrain.results.checkpoints.verification import metrics_in, parse_manifest, read_manifest
-from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import MANIFEST, RunLayout, check_run_id, checkpoint_folders, new_run_id
-from ddptrain.results.lookup import RunView
+from ddptrain.results.checkpoints.verification import metrics_in, parse_manifest
+from ddptrain.results.layout import MANIFEST, check_run_id, checkpoint_folders, new_run_id
 from ddptrain.results.metrics import read_series
 from ddptrain.results.remote.checkpoints import CHECKPOINTS
+from ddptrain.results.remote.stored_runs import StoredRun
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import SWEEP
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import LocalRuns, NeededFiles, RunsDir, RunUpload, open_runs_dir
+from ddptrain.results.runs import LocalRuns, Runs, open_runs_dir
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.sweep_record import choose_sweep, find_sweep
 from ddptrain.storage.store import is_plain, is_url
@@ -38,8 +38,7 @@ class SweepHome:
     """A sweep that this process drives. trials: the runs below it. where: its folder or URL, which holds them."""
 
     writer: RunWriter
-    upload: RunUpload
-    trials: RunsDir
+    trials: Runs
     where: str
 
     @property
@@ -52,19 +51,35 @@ class SweepHome:
         """Its run directory; of a store, the working folder."""
         return self.writer.layout.root
 
-    def find_trial(self, run_id: str) -> RunView | None:
+    def find_trial(self, run_id: str) -> Run | None:
         """Return a trial's run; None if it has not begun. Raises StoreError."""
-        return self.trials.find_exact(run_id, NeededFiles.METRICS)
+        return self.trials.get(run_id)
 
-    def values(self, view: RunView, metric: str) -> dict[float, float]:
-        """Return the values of the metric in a run, by step. Raises StoreError."""
-        if isinstance(self.trials, LocalRuns):
-            return values_of_run(view, metric, saved_values(view.layout, metric))
-        run = self.trials.store.below(view.run_id)
-        paths = [path for path in run.files(CHECKPOINTS) if path.endswith(f"/{MANIFEST}") and is_plain(path)]
-        manifests = filter(None, map(parse_manifest, run.read_all(paths).values()))
-        saved = {float(each["step"]): found.get(metric) for each in manifests if (found := metrics_in(each))}
-        return values_of_run(view, metric, {step: value for step, value in saved.items() if value is not None})
+    def values(self, view: Run, metric: str) -> dict[float, float]:
+        """Return the values of a metric in a run, by step: that of a checkpoint, else the mean of the ranks.
+
+        Values that were logged without a step are counted. Raises StoreError.
+        """
+        logged: dict[float, list[float]] = defaultdict(list)
+        for (name, _), one in read_series(view.metrics_jsonl).items():
+            for number, (step, value) in enumerate(zip(one.step, one.value, strict=True), 1):
+                if name == metric:
+                    logged[float(number if step is None or math.isnan(step) else step)].append(value)
+        found = {step: sum(values) / len(values) for step, values in logged.items()}
+        if not isinstance(view, StoredRun):
+            texts = [folder / MANIFEST for folder in checkpoint_folders(view)]
+            contents = [path.read_bytes() for path in texts if path.is_file()]
+        else:
+            run = view.store
+            paths = [path for path in run.files(CHECKPOINTS) if path.endswith(f"/{MANIFEST}") and is_plain(path)]
+            contents = list(run.read_all(paths).values())
+        for manifest in filter(None, map(parse_manifest, contents)):
+            if (saved := (metrics_in(manifest) or {}).get(metric)) is not None:
+                found[float(manifest["step"])] = saved
+        best = view.record.best
+        if best is not None and best.metric == metric:
+            found[float(best.step)] = best.value
+        return dict(sorted(found.items()))
 
 
 @contextmanager
@@ -84,18 +99,18 @@ def opened(resolved: ResolvedConfig, sweep_id: str | None, *, resume: bool) -> I
             raise UsageError(f"{place}/{sweep_id} exists already; continue it with --resume")
     try:
         folder = runs.folder.absolute() / (sweep_id or new_run_id(config.name))
-        with runs.keeping(folder.name, resumed=resume) as upload:
+        with runs.claim(folder.name, resumed=resume) as upload:
             if resume:
                 check_same(folder, resolved)
                 writer = RunWriter.reopen(folder, resolved.yaml_text)
             else:
                 about = (config.name, resolved.yaml_text, config.workload_name)
                 writer = RunWriter.create(folder.parent, folder.name, *about, kind=SWEEP)
-            writer.secrets = resolved.secrets
+            writer.secrets, writer.upload = resolved.secrets, upload
             with writer:
                 local = isinstance(runs, LocalRuns)
                 where = str(folder) if local else f"{place.rstrip('/')}/{folder.name}"
-                yield SweepHome(writer, upload, open_runs_dir(where), where)
+                yield SweepHome(writer, open_runs_dir(where), where)
     except RunLocked as error:
         raise RunLocked(str(error).replace("--run-id", "--sweep-id").replace("run ", "sweep ", 1)) from error
 
@@ -118,28 +133,24 @@ def check_same(folder: Path, resolved: ResolvedConfig) -> None:
         raise UsageError(f"sweep {folder.name} has other settings; begin a new sweep, or undo the changes:{text}")
 
 
-def _compared(config: object) -> dict[str, Any]:
-    data = config if isinstance(config, Mapping) else {}
-    flat: dict[str, Any] = {"workload": data.get("workload")}
+def _compared(config: Any) -> dict[str, Any]:
+    """Return what must be the same, by the name of the field."""
+    flat: dict[str, Any] = {"workload": config.get("workload")}
     for section in ("sweep", "params", "prepare"):
-        fields = data.get(section)
-        for name, value in fields.items() if isinstance(fields, Mapping) else ():
-            if section == "sweep" and name == "space" and isinstance(value, Mapping):
-                flat |= {f"sweep.space.{field}": of for field, of in value.items()}
-            elif section != "sweep" or name not in _MAY_DIFFER:
-                flat[f"{section}.{name}"] = value
-    if flat.get("sweep.ranks") is None and isinstance(cluster := data.get("cluster"), Mapping):  # as ranks_of does
-        flat["sweep.ranks"] = cluster.get("ranks") if isinstance(cluster.get("ranks"), int) else 1
+        flat |= {f"{section}.{name}": value for name, value in (config.get(section) or {}).items()}
+    flat |= {f"sweep.space.{name}": of for name, of in flat.pop("sweep.space", {}).items()}
+    for name in _MAY_DIFFER:
+        flat.pop(f"sweep.{name}", None)
+    if flat.get("sweep.ranks") is None:  # as ranks_of does
+        ranks = config.get("cluster", {}).get("ranks")
+        flat["sweep.ranks"] = ranks if isinstance(ranks, int) else 1
     return flat
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return "not set"
     if isinstance(value, Mapping):  # the options that are not given are null
-        options = {name: option for name, option in value.items() if option is not None}
-        return shorten(json.dumps(options)) if options else ", ".join(value)
-    return shorten(json.dumps(value)) if isinstance(value, list) else describe_value(value)
+        value = {name: option for name, option in value.items() if option is not None} or next(iter(value))
+    return "not set" if value is None else shorten(json.dumps(value))
 
 
 def last_source(runs_dir: str, sweep_id: str | None) -> str:
@@ -149,104 +160,3 @@ def last_source(runs_dir: str, sweep_id: str | None) -> str:
     found = find_sweep(runs_dir, choose_sweep(runs_dir, None, sweep_id))
     assert found is not None
     return found.record.source
-
-
-class LiveMetric:
-    """Joins what ranks log to one value a step, as soon as it is complete.
-
-    A step is complete if a checkpoint has the value, if all ranks have logged it, if all those have logged it that
-    logged the step before, or if a later step begins. The value is that of the checkpoint, else the mean of the ranks.
-    """
-
-    def __init__(self, world_size: int = 0, usual: frozenset[int] = frozenset()) -> None:
-        """`usual`: the ranks that log the metric, as an earlier trial has shown; none if that is not known."""
-        self.world_size = world_size
-        self.usual = usual
-        self.last_step: float = -math.inf
-        self._step: float | None = None
-        self._values: dict[int, float] = {}
-        self._counts: dict[int, int] = defaultdict(int)
-
-    def logged(self, rank: int, step: int | None, value: float) -> list[tuple[float, float]]:
-        """Add a value that a rank has logged; return the steps that are now complete, with their values."""
-        self._counts[rank] += 1
-        at = float(self._counts[rank] if step is None else step)
-        complete = self._begin(at)
-        if at == self._step:
-            self._values[rank] = value
-            if len(self._values) == self.world_size or (self.usual and self.usual <= self._values.keys()):
-                complete += self._complete()
-        return complete
-
-    def saved(self, step: int, value: float) -> list[tuple[float, float]]:
-        """Add the value of a checkpoint."""
-        complete = self._begin(float(step))
-        if float(step) == self._step:
-            usual, self._values = self.usual, {-1: value}
-            complete += self._complete()
-            self.usual = usual  # a checkpoint does not say which ranks log
-        return complete
-
-    def finish(self) -> list[tuple[float, float]]:
-        """Return the steps that are not returned yet, with their values: the run has ended."""
-        return self._complete()
-
-    def _begin(self, step: float) -> list[tuple[float, float]]:
-        """Begin a later step; an earlier one, which a restart repeats, is ignored."""
-        if step <= self.last_step or step == self._step or (self._step is not None and step < self._step):
-            return []
-        complete = self._complete()
-        self._step = step
-        return complete
-
-    def _complete(self) -> list[tuple[float, float]]:
-        if self._step is None or not self._values:
-            return []
-        value = sum(self._values.values()) / len(self._values)
-        complete = [(self._step, value)]
-        self.usual, self.last_step = frozenset(self._values), self._step
-        self._step, self._values = None, {}
-        return complete
-
-
-def values_by_step(logged: Iterable[tuple[float, float]], saved: Mapping[float, float]) -> dict[float, float]:
-    """Return the value of each step: that of a checkpoint, else the mean of what ranks have logged."""
-    found: dict[float, list[float]] = defaultdict(list)
-    for step, value in logged:
-        found[step].append(value)
-    means = {step: sum(values) / len(values) for step, values in found.items()}
-    return dict(sorted({**means, **saved}.items()))
-
-
-def values_of_run(view: RunView, metric: str, saved: Mapping[float, float]) -> dict[float, float]:
-    """Return the values of a metric in a run, by step; values that were logged without a step are counted.
-
-    `saved`: step -> the value that its checkpoint has.
-    """
-    series = read_series(view.layout.metrics_jsonl)
-    logged = [
-        (float(number if step is None or math.isnan(step) else step), value)
-        for (name, _), one in series.items()
-        if name == metric
-        for number, (step, value) in enumerate(zip(one.step, one.value, strict=True), 1)
-    ]
-    best = view.record.best
-    known = {float(best.step): best.value} if best is not None and best.metric == metric else {}
-    return values_by_step(logged, {**saved, **known})
-
-
-def saved_values(layout: RunLayout, metric: str) -> dict[float, float]:
-    """Return the values of a metric in the checkpoints of a run directory, by step."""
-    saved: dict[float, float] = {}
-    for folder in checkpoint_folders(layout):
-        with suppress(ResultsError):
-            manifest = read_manifest(folder)
-            if metric in manifest.metrics:
-                saved[float(manifest.step)] = manifest.metrics[metric]
-    return saved
-
-
-def best_value(values: Iterable[float], mode: str) -> float | None:
-    """Return the lowest (mode min) or highest finite value; None if there is none."""
-    finite = [value for value in values if math.isfinite(value)]
-    return (min(finite) if mode == "min" else max(finite)) if finite else None

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ddptrain import text_tables
 from ddptrain.config.wording import counted
-from ddptrain.results.lookup import time_text
+from ddptrain.results.run import time_text
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState
 
 _MOST_ROWS = 20  # of the table at the end
 _MOST_CHARS = 24  # of a value in the table
-SAME_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ def sweep_data(record: SweepRecord, where: str) -> dict[str, Any]:
         "message": record.message,
         "duration_s": record.duration_s,
         "best": trial_event("trial", best) if best is not None else None,
-        "importance": record.importance,
         "best_yaml": f"{where}/best.yaml" if best is not None else None,
     }
 
@@ -103,12 +100,11 @@ def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
     """Return the line about a trial that has ended."""
     known = record.value is not None and math.isfinite(record.value)
     value = f"{sweep.metric} {text_tables.number(record.value)}" if known else ""
-    spread = f"± {text_tables.number(record.spread)}" if record.spread is not None else ""
     took = text_tables.duration(record.duration_s)
     error = text_tables.clean_line(record.error)
     parts = [
         f"trial {record.number} {record.state}",
-        " ".join(filter(None, (value, spread))),
+        value,
         point_words(record.params),
     ]
     parts += [error] if error else []
@@ -138,15 +134,12 @@ def ended_words(sweep: SweepRecord) -> str:
 
 
 def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
-    """Return the text at the end: the best trials as a table, the importance of each field, and where the files are."""
+    """Return the text at the end: the best trials as a table, and where the files are."""
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
     ended = ", ".join(states) or "no trial has begun"
     lines = [f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {ended}"]
     lines += [f"  reason {text_tables.clean_line(sweep.message)}"] if sweep.message else []
     lines += _table(sweep).splitlines()
-    if sweep.importance:
-        shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
-        lines.append(f"  importance {', '.join(shares)}")
     if best := best_words(sweep):
         lines.append(f"  {best}: {where}/best.yaml")
     lines.append(f"  results {where}")
@@ -160,12 +153,10 @@ def _table(sweep: SweepRecord) -> str:
     if not shown:
         return ""
     fields = list(sweep.space)
-    spread = ["SPREAD"] if sweep.seeds > 1 else []
     header = [
         "  TRIAL",
         "STATE",
         sweep.metric,
-        *spread,
         "LAST STEP",
         "TIME",
         *(name.partition(".")[2] for name in fields),
@@ -173,7 +164,6 @@ def _table(sweep: SweepRecord) -> str:
     rows = [header]
     for trial in shown[:_MOST_ROWS]:
         cells = [f"  {trial.number}", str(trial.state), text_tables.number(trial.value)]
-        cells += [text_tables.number(trial.spread)] if spread else []
         cells += ["-" if trial.step is None else str(trial.step), text_tables.duration(trial.duration_s)]
         rows.append([*cells, *(_cell(trial.params.get(name)) for name in fields)])
     text = text_tables.plain_table(rows)
@@ -187,12 +177,14 @@ def _cell(value: Any) -> str:
 
 
 def _left(sweep: SweepRecord, running: int, elapsed_s: float) -> str:
+    """Return how long the planned trials will take, from the durations of earlier ones."""
     durations = [t.duration_s for t in sweep.trials if t.state.is_final and t.duration_s is not None]
-    left_s = remaining_s(durations, sweep.planned - sweep.ended if sweep.planned else None, max(1, running))
+    left_s = []
+    if sweep.planned and durations:
+        left_s.append(sum(durations) / len(durations) * (sweep.planned - sweep.ended) / max(1, running))
     if sweep.for_s is not None:
-        rest_s = max(0.0, sweep.for_s - elapsed_s)
-        left_s = rest_s if left_s is None else min(left_s, rest_s)
-    return "" if left_s is None or sweep.status != "running" else f"{text_tables.duration(left_s)} left"
+        left_s.append(max(0.0, sweep.for_s - elapsed_s))
+    return f"{text_tables.duration(min(left_s))} left" if left_s and sweep.status == "running" else ""
 
 
 def _running_row(trial: RunningTrial, metric: str) -> str:
@@ -200,61 +192,3 @@ def _running_row(trial: RunningTrial, metric: str) -> str:
     done = f"{trial.done / trial.total:4.0%}" if trial.done is not None and trial.total else ""
     value = "" if record.value is None else f"{metric} {text_tables.number(record.value)} at step {record.step}"
     return " · ".join(filter(None, [f"trial {record.number}", trial.status, done, value, point_words(record.params)]))
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """chosen: points so far, also of earlier drivers. waiting: trials of an earlier driver that are to be continued.
-
-    capacity: trials that may run at the same time now. elapsed_s: of all drivers of the sweep together.
-    """
-
-    chosen: int
-    waiting: int
-    running: int
-    capacity: int
-    elapsed_s: float
-    ending: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The number of trials (None: no limit), and the time in seconds after which none begins (None: no limit)."""
-
-    trials: int | None
-    for_s: float | None
-
-    def may_choose(self, now: Situation) -> bool:
-        """Return whether another point may be chosen as soon as a trial can start."""
-        if now.ending or (self.for_s is not None and now.elapsed_s >= self.for_s):
-            return False
-        return self.trials is None or now.chosen < self.trials
-
-    def may_start(self, now: Situation) -> bool:
-        """Return whether a trial may start now. A trial to be continued may start even after the time limit."""
-        if now.ending or now.running >= max(1, now.capacity):
-            return False
-        return now.waiting > 0 or self.may_choose(now)
-
-    def is_over(self, now: Situation) -> bool:
-        """Return whether nothing runs, and nothing is to be started."""
-        return now.running == 0 and (now.ending or (now.waiting == 0 and not self.may_choose(now)))
-
-
-@dataclass(slots=True)
-class Failures:
-    """Counts the failures of trials by their root cause."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def add(self, cause: str) -> bool:
-        """Count a failure; return whether the sweep must end because the same failure has happened too often."""
-        self.counts[cause] += 1
-        return self.counts[cause] >= SAME_FAILURES
-
-
-def remaining_s(durations: list[float], left: int | None, parallel: int) -> float | None:
-    """Return how long `left` trials will take, from the durations of earlier ones; None if that is not known."""
-    if left is None or not durations:
-        return None
-    return sum(durations) / len(durations) * left / max(1, parallel)

@@ -116,20 +116,6 @@ class Study:
             value = record.value if record.state is TrialState.COMPLETE else None
             self._study.tell(self._trials[record.number], value, state=_FINAL[record.state])
 
-    def importance(self) -> dict[str, float] | None:
-        """Return the importance of each field for the metric, as shares of 1; None if it cannot be computed."""
-        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-
-        # Of the better half: of the best tenth, its default, 20 trials have two.
-        evaluator = PedAnovaImportanceEvaluator(target_quantile=0.5)
-        try:
-            with self._mutex:
-                found = get_param_importances(self._study, evaluator=evaluator)
-        except (ValueError, RuntimeError, ArithmeticError) as error:  # too few trials for this evaluator
-            _log.info("importance is not known", reason=one_line(error))
-            return None
-        return dict(sorted(found.items(), key=lambda item: -item[1])) if any(found.values()) else None
-
     def _decoded(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a point in the order of the space, as the configuration has them."""
         decoded = {}

@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,23 +20,25 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for
+from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
-from ddptrain.gpus import usable_cores, visible_gpus
+from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
+from ddptrain.notify.run_messages import RunMessages
+from ddptrain.notify.sender import missing_variables
 from ddptrain.optional_packages import require
 from ddptrain.results.log_file import driver_log
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
 from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
 from ddptrain.sweep import output
 from ddptrain.sweep.home import BEST, SweepHome, opened
-from ddptrain.sweep.output import SAME_FAILURES, Failures, Limits, Situation
 from ddptrain.sweep.trial import Trial, TrialPlan, run_with
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ _SAVE_EVERY_S = 1.0
 _UPLOAD_S = 2.0  # between two checks for signals while a point is uploaded
 _log = Log(__name__)
 _LOOK_EVERY_S = 1.0
+_SAME_FAILURES = 3
 _SLOTS_WAIT_S = 600.0  # a trial waits at least so long for slots that another run has taken
 
 
@@ -83,6 +87,8 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
     require("optuna", "sweep", "train single configurations with `ddptrain train`")
     check_trackers(resolved.config)
+    if resolved.config.notify.urls:
+        require("apprise", "notify", "leave out notify.urls")
     sweep = resolved.config.sweep
     if any(options or name not in _PLAIN for name, options in {**sweep.search, **sweep.prune}.items()):
         from ddptrain.sweep.study import check_choice
@@ -116,9 +122,9 @@ class Sweep:
         self.record = self._record()
         self.running: dict[int, Trial] = {}
         self.waiting: list[TrialRecord] = []
-        self.limits = Limits(self.record.planned, sweep.for_)
-        self.failures = Failures()
+        self.failures: Counter[str] = Counter()  # of trials, by their root cause
         self.ending = False
+        self.messages = RunMessages(resolved, tells_end=True) if resolved.config.notify.urls else None
         self.exit_code: int | None = None  # set as soon as it is known that the sweep ends early
         self._earlier_s = self.record.duration_s or 0.0
         self._began_s = time.monotonic()
@@ -127,24 +133,23 @@ class Sweep:
         def rows(status: str, elapsed_s: float, height: int) -> list[str]:
             return output.live_rows(self.record, self._shown(), status, elapsed_s, height)
 
-        self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
+        self.display: Display = Display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
 
         def lost(error: DdptrainError) -> None:
             inbox.put(ResultsLost(error))
 
-        home.upload.begin(lambda text: self.display.notice(text, level="warning"), lost)
+        home.writer.begin_upload(lambda text: self.display.notice(text, level="warning"), lost)
         home.writer.keep_heartbeat(lost)
 
     def run(self) -> int:
         """Run to the end; write sweep.json and best.yaml, and show the result."""
-        study: Study | None = None
         bug: BaseException | None = None
         try:
             with ExitStack() as stack:
                 session, cluster, capacity = self._open(stack)
                 from ddptrain.sweep.study import Study
 
-                study = self._study = Study(self.sweep, self.record.trials, self._values_so_far)
+                self._study = study = Study(self.sweep, self.record.trials, self._values_so_far)
                 self._continue_trials()
                 self._loop(self._plan(study, session, cluster), capacity)
         except Interrupted as error:
@@ -154,7 +159,7 @@ class Sweep:
         except BaseException as error:  # sweep.json must contain the end in every case; the error is raised below
             self._fail(f"a bug in ddptrain: {error!r}", ExitCode.INTERNAL)
             bug = error
-        code = self._finish(study)
+        code = self._finish()
         if bug is not None:
             raise bug
         return code
@@ -170,7 +175,7 @@ class Sweep:
         record = SweepRecord(self.home.sweep_id, config.name, source, utc_now())
         if self.options.resume and (self.folder / SWEEP_JSON).exists():
             record = read_sweep(self.folder)
-        record.metric, record.mode, record.seeds = sweep.metric, sweep.mode, sweep.seeds
+        record.metric, record.mode = sweep.metric, sweep.mode
         record.search, record.prune, record.space = sweep.searcher, sweep.pruner, describe_space(sweep)
         record.ranks, record.planned, record.for_s, record.source = self.ranks, planned, sweep.for_, source
         record.status, record.exit_code, record.message, record.ended_at = "running", None, "", None
@@ -186,6 +191,8 @@ class Sweep:
         cluster.begin()  # first, so that its processes import torch while this one imports Dask
         what = counted(self.record.planned, "trial") if self.record.planned else "trials"
         self.display.notice(f"sweep {self.home.sweep_id} in {self.home.where}: {what} of {counted(self.ranks, 'rank')}")
+        for problem in missing_variables(config.notify.urls):
+            self.display.notice(f"notify.urls: {problem}", level="warning")
         self.display.status(f"connecting to {cluster.description}" if machine is None else "starting a local cluster")
         from ddptrain.driver.connect import open_session
 
@@ -215,16 +222,19 @@ class Sweep:
         self._save(now=True)
 
     def _plan(self, study: Study, session: Session, cluster: Cluster) -> TrialPlan:
-        def config_of(point: Mapping[str, Any], repeat: int) -> ResolvedConfig:
-            return trial_config(self.resolved, point, repeat, self.home.where, self.home.sweep_id)
+        def config_of(point: Mapping[str, Any]) -> ResolvedConfig:
+            return trial_config(self.resolved, point, self.home.where, self.home.sweep_id)
 
         mutex = threading.Lock()
 
         def shared(trial: Trial) -> SharedRun:
             return SharedRun(cluster, session, trial.signals, mutex)
 
-        sweep = self.sweep
-        return TrialPlan(self.home, sweep.metric, sweep.mode, sweep.seeds, config_of, study.report, run_with(shared))
+        metric, mode, run = self.sweep.metric, self.sweep.mode, run_with(shared)
+        plan = TrialPlan(self.home, metric, mode, config_of, study.report, run)
+        if self.messages is not None:
+            plan.on_event = self.messages.on_event
+        return plan
 
     # --- the trials ---
 
@@ -232,20 +242,25 @@ class Sweep:
         """Start trials and take their results until nothing is left to do."""
         self.display.status("")
         try:
-            while not self.limits.is_over(now := self._situation(capacity)):
-                if self.limits.may_start(now):
+            while self.running or not (self.ending or (not self.waiting and not self._may_choose())):
+                room = capacity.trials(len(self.running)) - len(self.running)
+                if room > 0 and not self.ending and (self.waiting or self._may_choose()):
                     self._start(plan)
                     capacity.started()
                     continue
                 self._take_message()
                 self._save()
-        finally:
-            self._stop_all()
+        finally:  # wait for trials that still run after an error
+            for trial in list(self.running.values()):
+                trial.stop(signal.SIGTERM)
+            while self.running:
+                self._take_message()
 
-    def _situation(self, capacity: Capacity) -> Situation:
-        running = len(self.running)
-        room = capacity.trials(running) if not self.ending else 0
-        return Situation(len(self.record.trials), len(self.waiting), running, room, self._elapsed_s(), self.ending)
+    def _may_choose(self) -> bool:
+        """Return whether another point may be chosen; a trial to be continued may start even after the time limit."""
+        for_s, planned = self.sweep.for_, self.record.planned
+        has_time = for_s is None or self._elapsed_s() < for_s
+        return has_time and (planned is None or len(self.record.trials) < planned)
 
     def _start(self, plan: TrialPlan) -> None:
         if self.waiting:
@@ -270,7 +285,7 @@ class Sweep:
         """Record the point that was chosen last, also in the store; return False if the sweep ends before."""
         self._save(now=True)
         while not self.ending:
-            if not (why := self.home.upload.flush(_UPLOAD_S)):
+            if not (why := self.home.writer.finish_upload(_UPLOAD_S)):
                 return True
             _log.info("waiting for the upload of a point", reason=why)
             self._take_message(0.0)
@@ -306,17 +321,12 @@ class Sweep:
         self.display.notice(text, level=level)
         if trial.bug is not None:
             raise trial.bug
-        diverged = trial.diverged and best is not None  # if other points work, this is a result of the point
-        if record.state is TrialState.FAILED and not diverged:
-            self._count_failure(trial)
-
-    def _count_failure(self, trial: Trial) -> None:
-        """End the sweep if several trials have failed in the same way."""
-        record = trial.record
-        if self.failures.add(record.cause) and not self.ending:
-            text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
-            log = f"{self.home.where}/{record.run_ids[-1]}/logs"
-            self._fail(f"{text}; the log of the last one is in {log}", trial.exit_code)
+        if record.state is TrialState.FAILED and not (trial.diverged and best):  # else it is a result of the point
+            self.failures[record.cause] += 1
+            if self.failures[record.cause] >= _SAME_FAILURES and not self.ending:
+                text = f"{_SAME_FAILURES} trials have failed in the same way: {record.error}"
+                log = f"{self.home.where}/{trial.run_id}/logs"
+                self._fail(f"{text}; the log of the last one is in {log}", trial.exit_code)
 
     def _fail(self, text: str, exit_code: int) -> None:
         """End the sweep early because of an error; running trials save and end."""
@@ -337,16 +347,9 @@ class Sweep:
             )
         self.ending = True
 
-    def _stop_all(self) -> None:
-        """Wait for trials that still run after an error."""
-        for trial in list(self.running.values()):
-            trial.stop(signal.SIGTERM)
-        while self.running:
-            self._take_message()
-
     # --- the end ---
 
-    def _finish(self, study: Study | None) -> int:
+    def _finish(self) -> int:
         """Write the end to sweep.json and best.yaml, show it, and return the exit code."""
         record = self.record
         for trial in record.trials:
@@ -361,21 +364,21 @@ class Sweep:
         record.best = best.number if best is not None else None
         if best is not None:
             self._write_best(best)
-        if study is not None:
-            record.importance = study.importance()
         record.save(self.folder)
         status = RunStatus(record.status)
         failure = FailureRecord(kind="sweep", message=record.message) if record.message else None
         self.home.writer.finish(status, self.exit_code, failure)
         lines = output.summary_lines(record, self.home.where)
-        self.display.close({}, lines, output.last_event(record, self.home.where))
+        self.display.close(lines, output.last_event(record, self.home.where))
+        if self.messages is not None:
+            self.messages.on_end(Run(self.home.writer.layout.root, self.home.writer.record))
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:
         trials = counted(len(self.record.trials), "trial")
         comment = f"The best of {trials} of the sweep {self.home.sweep_id}: trial {best.number}, "
         comment += f"{self.record.metric} {best.value:.6g}."
-        config = trial_config(self.resolved, best.params, 0, self.home.where, self.home.sweep_id)
+        config = trial_config(self.resolved, best.params, self.home.where, self.home.sweep_id)
         write_file(self.folder / BEST, best_yaml(self.resolved, config, comment).encode())
 
     def _elapsed_s(self) -> float:
@@ -403,20 +406,17 @@ def _status(exit_code: int) -> RunStatus:
 
 
 def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResources:
-    """Return the slots of the embedded cluster of a sweep. Raises UsageError if there are too few GPUs."""
-    present = () if config.cluster.gpus == 0 else visible_gpus(os.environ)
-    n_gpus = len(present) if config.cluster.gpus == "auto" else min(int(config.cluster.gpus), len(present))
-    units = n_gpus or usable_cores()
+    """Return the slots of the embedded cluster of a sweep. Raises UsageError, ClusterError for too few GPUs."""
+    gpus = local_resources(config.cluster.model_copy(update={"ranks": "auto"}), os.environ).gpus
+    units = len(gpus) or usable_cores()
     parallel = max(1, units // ranks) if sweep.parallel == "auto" else sweep.parallel
     count = parallel * ranks
-    if config.cluster.gpus not in ("auto", 0) and n_gpus < int(config.cluster.gpus):
-        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine has {n_gpus}: set it to auto")
-    if n_gpus and count > n_gpus:
+    if gpus and count > len(gpus):
         raise UsageError(
-            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {n_gpus}: lower "
+            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {len(gpus)}: lower "
             "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
         )
-    return LocalResources(count, present[:count] if n_gpus else ())
+    return LocalResources(count, gpus[:count])
 
 
 class Capacity:
@@ -440,23 +440,16 @@ class Capacity:
         """
         if self._client is None:
             return self._most or 1
-        free_trials = self._free_trials(self._client, running)
-        return free_trials if self._most is None else min(free_trials, self._most)
-
-    def _free_trials(self, client: Client, running: int) -> int:
-        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
-            return self._found
-        try:
-            overview = client.run_on_scheduler(slots.overview)
-        except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
-            _log.info("free slots are not known", reason=error)
-            return self._found
-        self._looked_at = time.monotonic()
-        free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
-        before, self._found = self._found, 1 if overview["waiting"] else max(1, running + free // self._ranks)
-        if before != self._found:
-            _log.info("capacity", trials=self._found, free_slots=free, waiting=len(overview["waiting"]))
-        return self._found
+        if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+            try:
+                overview = self._client.run_on_scheduler(slots.overview)
+                self._looked_at = time.monotonic()
+                free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
+                self._found = 1 if overview["waiting"] else max(1, running + free // self._ranks)
+                _log.info("capacity", trials=self._found, free_slots=free, waiting=len(overview["waiting"]))
+            except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
+                _log.info("free slots are not known", reason=error)
+        return min(self._found, self._most or self._found)
 
     def started(self) -> None:
         """Count a started trial, whose slots may not be reserved yet at the next count of free slots."""
@@ -470,10 +463,8 @@ def ranks_of(config: RunConfig, sweep: SweepConfig) -> int:
     return config.cluster.ranks if isinstance(config.cluster.ranks, int) else 1
 
 
-def trial_config(
-    resolved: ResolvedConfig, point: Mapping[str, Any], repeat: int, runs_dir: str, group: str
-) -> ResolvedConfig:
-    """Return the configuration of a repeat of a point, whose run directory is made in `runs_dir`.
+def trial_config(resolved: ResolvedConfig, point: Mapping[str, Any], runs_dir: str, group: str) -> ResolvedConfig:
+    """Return the configuration of a point, whose run directory is made in `runs_dir`.
 
     Raises pydantic's ValidationError if the values do not fit together.
     """
@@ -490,8 +481,6 @@ def trial_config(
     wandb["group"] = wandb["group"] or group
     for name, value in point.items():
         _set(data, name, value)
-    if repeat:
-        data["params"]["seed"] = (resolved.recorded["params"].get("seed") or 0) + repeat
     return resolve(RunConfig.model_validate(data), resolved.path)
 
 

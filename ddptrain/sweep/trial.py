@@ -1,15 +1,15 @@
-"""One trial: its repeats are ordinary runs of this process, one after the other, in a thread of the trial."""
+"""One trial: an ordinary run of this process, in a thread of the trial, whose metric goes to the pruner."""
 
 from __future__ import annotations
 
 import math
 import signal
-import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,10 +20,10 @@ from ddptrain.driver.inbox import Inbox
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.sweep_record import TrialRecord, TrialState
-from ddptrain.sweep.home import LiveMetric, SweepHome, best_value
+from ddptrain.sweep.home import SweepHome
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
@@ -33,28 +33,24 @@ _PATIENCE_S, _LOCKED_PAUSE_S = 240.0, 3.0
 _log = Log(__name__)
 
 
-class RunTrial(Protocol):
-    """Runs one configuration to its end in this thread: driver/run.py; another function in tests."""
-
-    def __call__(self, config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
-        """Return the exit code. Raises DdptrainError if the run could not begin."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrialPlan:
     """What all trials of a sweep share.
 
-    home: where the sweep and its runs are. config: returns the configuration of a repeat of a point. report: takes the
-    number of a trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
+    home: where the sweep and its runs are. config: returns the configuration of a point. report: takes the number of a
+    trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial. run: trains a
+    configuration with a run id, or resumes it, and returns the exit code. on_event: takes what users are notified of.
+    loggers: the ranks that log the metric, the same in all trials; none if that is not known yet.
     """
 
     home: SweepHome
     metric: str
     mode: str
-    seeds: int
-    config: Callable[[Mapping[str, Any], int], ResolvedConfig]
+    config: Callable[[Mapping[str, Any]], ResolvedConfig]
     report: Callable[[int, int, float], bool]
-    run: RunTrial
+    run: Callable[[ResolvedConfig, str, bool, Trial], int]
+    on_event: Callable[[Mapping[str, Any]], None] = lambda event: None
+    loggers: frozenset[int] = frozenset()
 
 
 class Trial:
@@ -66,6 +62,7 @@ class Trial:
 
     def __init__(self, plan: TrialPlan, record: TrialRecord, ended: Callable[[Trial], object]) -> None:
         self.plan, self.record = plan, record
+        self.run_id = f"{plan.home.sweep_id}-{record.number:04d}"
         self.exit_code: int = ExitCode.SUCCEEDED
         self.bug: BaseException | None = None
         self.status = "starting"
@@ -96,7 +93,7 @@ class Trial:
         self._thread.join()
 
     def stop(self, signum: int) -> None:
-        """Ask the running run to save and end (a second time: to end at once), and start no further repeat."""
+        """Ask the run to save and end (a second time: to end at once)."""
         with self._mutex:
             self.stopped.append(signum)
             self._asked_to_end.set()
@@ -111,20 +108,13 @@ class Trial:
                 self._signals.send(signum)
             return self._signals
 
-    def wait(self, seconds: float) -> None:
-        """Wait in the thread of the trial, or until it is asked to end."""
-        self._asked_to_end.wait(seconds)
-
-    def prune(self) -> None:
-        """End the trial because others are better: its run saves and ends."""
-        with self._mutex:
-            self.pruned = True
-            if self._signals is not None:
-                self._signals.send(signal.SIGTERM)
-
-    def run_id(self, repeat: int) -> str:
-        """Return the run id of a repeat."""
-        return f"{self.plan.home.sweep_id}-{self.record.number:04d}" + (f"-s{repeat}" if repeat else "")
+    def report(self, index: int, value: float) -> None:
+        """Pass a value of the metric to the pruner. If others are better, the run saves and ends."""
+        if not self.pruned and self.plan.report(self.record.number, index, value):
+            with self._mutex:
+                self.pruned = True
+                if self._signals is not None:
+                    self._signals.send(signal.SIGTERM)
 
     def _main(self) -> None:
         with own_context():
@@ -138,89 +128,79 @@ class Trial:
             self._ended(self)
 
     def _run(self) -> None:
+        """Run, or take the result of a run that has ended."""
         record, plan = self.record, self.plan
-        record.values = []
-        for repeat in range(plan.seeds):
-            run_id = self.run_id(repeat)
-            if run_id not in record.run_ids:
-                record.run_ids.append(run_id)
-            if not self._repeat(repeat, run_id):
-                return
-            if self.pruned and repeat + 1 < plan.seeds:  # the pruner decided at the last value: no further repeats
-                record.value, record.state = statistics.fmean(record.values), TrialState.PRUNED
-                return
-        record.value = statistics.fmean(record.values)
-        record.spread = statistics.stdev(record.values) if len(record.values) > 1 else None
-        record.state = TrialState.COMPLETE
-
-    def _repeat(self, repeat: int, run_id: str) -> bool:
-        """Run a repeat, or take the result of one that has ended; return whether the trial continues."""
-        view = self.plan.home.find_trial(run_id)
-        if view is not None and repeat == 0:
-            self._report_again(view)
-        if view is not None and (_has_result(view) or (self.pruned and view.status in _STOPPED)):
-            return self._judge(view)
+        record.run_ids = [self.run_id]
+        view = plan.home.find_trial(self.run_id)
+        if view is not None:  # an earlier driver may not have reported all of it, or may have decided to prune
+            for index, value in enumerate(plan.home.values(view, plan.metric).values(), 1):
+                self.report(index, value)
+            if _has_result(view) or (self.pruned and view.status in _STOPPED):
+                return self._judge(view)
         if self.stopped:
-            return self._interrupt()
+            record.state = TrialState.INTERRUPTED
+            return None
         try:
-            config = self.plan.config(self.record.params, repeat)
-            self.exit_code = self.plan.run(config, run_id, resume=view is not None, trial=self)
+            self.exit_code = self._train(plan.config(record.params), resume=view is not None)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             text = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
             return self._fail(f"the values of the trial are not valid: {text}", ExitCode.USAGE)
         except DdptrainError as error:
             if self.stopped and not isinstance(error, UsageError):
-                return self._interrupt()
+                record.state = TrialState.INTERRUPTED
+                return None
             return self._fail(one_line(error), error.exit_code)
-        if (view := self.plan.home.find_trial(run_id)) is None:
-            return self._fail(f"the directory of run {run_id} has been deleted", ExitCode.CLUSTER)
+        if (view := plan.home.find_trial(self.run_id)) is None:
+            return self._fail(f"the directory of run {self.run_id} has been deleted", ExitCode.CLUSTER)
         return self._judge(view)
 
-    def _report_again(self, view: RunView) -> None:
-        """Report what an earlier driver has not reported; it may have decided to prune."""
-        for index, value in enumerate(self.plan.home.values(view, self.plan.metric).values(), 1):
-            if self.plan.report(self.record.number, index, value):
-                self.pruned = True
+    def _train(self, config: ResolvedConfig, *, resume: bool) -> int:
+        """Train; wait while the lock of a killed driver has not expired yet. Raises RunLocked."""
+        deadline = time.monotonic() + (_PATIENCE_S if resume else 0.0)
+        while True:
+            try:
+                return self.plan.run(config, self.run_id, resume, self)
+            except RunLocked as error:
+                if self.stopped or time.monotonic() >= deadline:
+                    raise
+                self.status = "waiting for the lock of its earlier driver to expire"
+                _log.info("run is locked", trial=self.record.number, reason=error)
+                self._asked_to_end.wait(_LOCKED_PAUSE_S)
 
-    def _judge(self, view: RunView) -> bool:
-        """Take the result of a run that has ended; return whether the trial continues."""
+    def _judge(self, view: Run) -> None:
+        """Take the result of a run that has ended."""
+        record = self.record
         values = self.plan.home.values(view, self.plan.metric)
-        value = best_value(values.values(), self.plan.mode)
-        if values:
-            self.record.step = round(max(values))
-        if view.status == RunStatus.SUCCEEDED:
-            if value is None:
-                self.diverged = bool(values)
-                return self._fail(_no_value(self.plan.metric, values, view), ExitCode.TRAINING_FAILED)
-            self.record.values.append(value)
-            return True
-        self.record.value = value
-        if self.pruned:
-            self.record.state = TrialState.PRUNED
+        finite = [value for value in values.values() if math.isfinite(value)]
+        best = min if self.plan.mode == "min" else max
+        record.value = best(finite, default=None)
+        record.step = round(max(values)) if values else record.step
+        if view.status == RunStatus.SUCCEEDED and record.value is None:
+            self.diverged = bool(values)
+            logged = ", ".join(sorted(view.record.last_metrics)[:20]) or "none"
+            missing = f"the run has logged no metric {self.plan.metric}; it has logged: {logged}"
+            text = f"no value of {self.plan.metric} is a finite number" if values else missing
+            self._fail(text, ExitCode.TRAINING_FAILED)
+        elif view.status == RunStatus.SUCCEEDED:
+            record.state = TrialState.COMPLETE
+        elif self.pruned:
+            record.state = TrialState.PRUNED
         elif self.stopped:
-            self.record.state = TrialState.INTERRUPTED
-        elif view.status in _STOPPED and value is not None:
-            self.record.state = TrialState.PRUNED  # by `ddptrain stop`
+            record.state = TrialState.INTERRUPTED
+        elif view.status in _STOPPED and record.value is not None:
+            record.state = TrialState.PRUNED  # by `ddptrain stop`
         else:
-            failure = view.record.failure
-            text = (
-                one_line(failure.summary) if failure else ""
-            )  # not the rank and its host, which differ from trial to trial
-            return self._fail(text or f"the run is {view.status}", view.record.exit_code or self.exit_code)
-        return False
+            failure = view.record.failure  # not the rank and its host, which differ from trial to trial
+            text = one_line(failure.summary) if failure else ""
+            self._fail(text or f"the run is {view.status}", view.record.exit_code or self.exit_code)
 
-    def _interrupt(self) -> bool:
-        self.record.state = TrialState.INTERRUPTED
-        return False
-
-    def _fail(self, text: str, exit_code: int) -> bool:
+    def _fail(self, text: str, exit_code: int) -> None:
         self.record.state, self.record.error = TrialState.FAILED, text
         self.exit_code = int(exit_code) or int(ExitCode.TRAINING_FAILED)
-        return False
 
 
-def _has_result(view: RunView) -> bool:
+def _has_result(view: Run) -> bool:
     """Return whether a run has ended with a result of its point, not because of a lost worker or the like."""
     if view.status == RunStatus.SUCCEEDED:
         return True
@@ -228,108 +208,93 @@ def _has_result(view: RunView) -> bool:
     return view.status == RunStatus.FAILED and failure is not None and failure.kind not in _NOT_OF_THE_POINT
 
 
-def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
-    if values:
-        return f"no value of {metric} is a finite number"
-    logged = ", ".join(sorted(view.record.last_metrics)[:20]) or "none"
-    return f"the run has logged no metric {metric}; it has logged: {logged}"
-
-
-class TrialDisplay:
-    """The display of a trial's run, a run observer: passes metrics to the pruner, the rest to the sweep's display."""
-
-    def __init__(
-        self,
-        trial: Trial,
-        *,
-        reports: bool,
-        index: int = 0,
-        last_step: float = -math.inf,
-        usual: frozenset[int] = frozenset(),
-    ) -> None:
-        """`reports`: whether the pruner gets the values; `index` values were reported before, up to `last_step`.
-
-        `usual`: the ranks that log the metric, if that is known.
-        """
-        self._trial, self._reports, self._index = trial, reports, index
-        self._live = LiveMetric(usual=usual)
-        self._live.last_step = last_step
-
-    @property
-    def usual(self) -> frozenset[int]:
-        """The ranks that log the metric; none if that is not known yet."""
-        return self._live.usual
-
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        """Take the status, the metric of all ranks, and the progress."""
-        match event:
-            case {"event": "ranks", "count": count}:
-                self._live.world_size = count
-            case {"event": "numbers", "rank": rank, "numbers": numbers}:
-                for each in numbers:
-                    self._number(rank, each)
-            case {"event": "rank_started"}:
-                self._trial.status = "training"
-            case {"event": "status", "message": str(text)}:
-                self._trial.status = text
-            case {"event": "notice" | "message", "message": text, "level": "warning" | "error"}:
-                _log.info("notice of a trial", trial=self._trial.record.number, message=text)
-
-    def on_end(self, run: RunView) -> None:
-        """Do nothing."""
-
-    def _number(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
-        metric, trial = self._trial.plan.metric, self._trial
-        match event:
-            case Metrics() if (value := event.values.get(metric)) is not None:
-                self._take(self._live.logged(rank, event.step, value))
-            case CheckpointSaved() if (value := event.metrics.get(metric)) is not None:
-                self._take(self._live.saved(event.step, value))
-            case Progress() if rank == 0:
-                trial.done, trial.total = event.done, event.total
-
-    def _take(self, complete: Sequence[tuple[float, float]]) -> None:
-        trial = self._trial
-        for step, value in complete:
-            trial.record.step, trial.record.value = round(step), value
-            self._index += 1
-            if self._reports and not trial.pruned and trial.plan.report(trial.record.number, self._index, value):
-                trial.prune()
-
-
-def run_with(shared: Callable[[Trial], SharedRun]) -> RunTrial:
+def run_with(shared: Callable[[Trial], SharedRun]) -> Callable[[ResolvedConfig, str, bool, Trial], int]:
     """Return the function that trains the runs of trials (driver/run.py), on a cluster that they share."""
-    usual: frozenset[int] = frozenset()  # the ranks that log the metric: the same in all trials
 
-    def run(config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
-        nonlocal usual
+    def run(config: ResolvedConfig, run_id: str, resume: bool, trial: Trial) -> int:
         from ddptrain.driver.run import LaunchOptions, train
 
-        index, last_step = 0, -math.inf
-        home = trial.plan.home
-        if resume and (view := home.find_trial(run_id)) is not None:
-            values = home.values(view, trial.plan.metric)
-            index, last_step = len(values), max(values, default=-math.inf)
-        reports = run_id == trial.run_id(0)
-        display = TrialDisplay(trial, reports=reports, index=index, last_step=last_step, usual=usual)
+        stream = MetricStream(trial)
+        if resume and (view := trial.plan.home.find_trial(run_id)) is not None:
+            stream.reported(trial.plan.home.values(view, trial.plan.metric))
         resumes = "auto" if resume else None
-        options = LaunchOptions(run_id=run_id, resume=resumes, observers=[display], shared=shared(trial))
-        code = _when_unlocked(trial, lambda: train(config, options)) if resume else train(config, options)
-        usual = display.usual or usual
-        return code
+        return train(config, LaunchOptions(run_id=run_id, resume=resumes, observers=[stream], shared=shared(trial)))
 
     return run
 
 
-def _when_unlocked(trial: Trial, work: Callable[[], int], patience_s: float = _PATIENCE_S) -> int:
-    """Do the work; wait while the lock of a killed driver has not expired yet. Raises RunLocked."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return work()
-        except RunLocked as error:
-            if trial.stopped or time.monotonic() >= deadline:
-                raise
-            trial.status = "waiting for the lock of its earlier driver to expire"
-            _log.info("run is locked", trial=trial.record.number, reason=error)
-            trial.wait(_LOCKED_PAUSE_S)
+class MetricStream:
+    """An observer of a trial's run: joins what ranks log to one value of the metric a step, as soon as it is complete.
+
+    A step is complete if a checkpoint has the value, if all ranks have logged it, if all those have logged it that
+    logged the step before, or if a later step begins. The value is that of the checkpoint, else the mean of the ranks.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._world_size = 0
+        self._index, self._last_step = 0, -math.inf  # of what the pruner knows
+        self._step: float | None = None
+        self._values: dict[int, float] = {}
+        self._counts: dict[int, int] = defaultdict(int)
+
+    def reported(self, values: Mapping[float, float]) -> None:
+        """Take the values, by step, that the pruner knows already."""
+        self._index, self._last_step = len(values), max(values, default=-math.inf)
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Take the status, the metric of all ranks, and the progress."""
+        trial = self._trial
+        match event:
+            case {"event": "alert" | "hang_suspected"}:
+                trial.plan.on_event(event)
+            case {"event": "ranks", "count": count}:
+                self._world_size = count
+            case {"event": "numbers", "rank": rank, "numbers": numbers}:
+                for each in numbers:
+                    self._number(rank, each)
+            case {"event": "rank_started"}:
+                trial.status = "training"
+            case {"event": "status", "message": str(text)}:
+                trial.status = text
+            case {"event": "notice" | "message", "message": text, "level": "warning" | "error"}:
+                _log.info("notice of a trial", trial=trial.record.number, message=text)
+
+    def on_end(self, run: Run) -> None:
+        """Do nothing."""
+
+    def _number(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
+        metric, plan = self._trial.plan.metric, self._trial.plan
+        match event:
+            case Metrics() if (value := event.values.get(metric)) is not None:
+                self._counts[rank] += 1
+                if self._begin(self._counts[rank] if event.step is None else event.step):
+                    self._values[rank] = value
+                    if len(self._values) == self._world_size or (plan.loggers and plan.loggers <= self._values.keys()):
+                        self._complete()
+            case CheckpointSaved() if (value := event.metrics.get(metric)) is not None:
+                if self._begin(event.step):
+                    loggers, self._values = plan.loggers, {-1: value}
+                    self._complete()
+                    plan.loggers = loggers  # a checkpoint does not say which ranks log
+            case Progress() if rank == 0:
+                self._trial.done, self._trial.total = event.done, event.total
+
+    def _begin(self, at: int) -> bool:
+        """Return whether a value belongs to the present step, which may begin now; a restart repeats earlier ones."""
+        if at <= self._last_step or (self._step is not None and at < self._step):
+            return False
+        if at != self._step:
+            self._complete()
+            self._step = at
+        return True
+
+    def _complete(self) -> None:
+        if self._step is None or not self._values:
+            return
+        value = sum(self._values.values()) / len(self._values)
+        self._trial.record.step, self._trial.record.value = round(self._step), value
+        self._trial.plan.loggers, self._last_step = frozenset(self._values), self._step
+        self._step, self._values = None, {}
+        self._index += 1
+        self._trial.report(self._index, value)

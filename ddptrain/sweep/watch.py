@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display
 from ddptrain.errors import ExitCode
-from ddptrain.results.runs import LocalRuns, NeededFiles
+from ddptrain.results.runs import LocalRuns
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState, find_sweep
 from ddptrain.sweep import output
 
@@ -18,20 +18,20 @@ _BROKEN_PIPE = 128 + 13
 def watch_sweep(sweep: FoundSweep, mode: str) -> int:
     """Show a sweep until it has ended, and then its end; return its exit code. 130: Ctrl-C has ended the watching.
 
-    mode: as `open_display` takes it. Raises UsageError if sweep.json can't be read.
+    mode: as `Display` takes it. Raises UsageError if sweep.json can't be read.
     """
     runs, where, running = sweep.trials, sweep.where, list[output.RunningTrial]()
     record, every_s = sweep.record, _LOOK_EVERY_S if isinstance(sweep.trials, LocalRuns) else _STORE_EVERY_S
 
     def look(trial: TrialRecord) -> output.RunningTrial:
-        view = runs.find_exact(trial.run_ids[-1], NeededFiles.NOTHING) if trial.run_ids else None
+        view = runs.get(trial.run_ids[-1]) if trial.run_ids else None
         progress = view.record.progress if view is not None else None
         return output.RunningTrial(trial, progress.done if progress else None, progress.total if progress else None)
 
     def rows(status: str, elapsed_s: float, height: int) -> list[str]:
         return output.live_rows(record, running, status, elapsed_s, height)
 
-    with open_display(mode, Path(where), "", rows=rows, elapsed_s=record.duration_s or 0.0) as display:
+    with Display(mode, Path(where), "", rows=rows, elapsed_s=record.duration_s or 0.0) as display:
         display.notice(f"sweep {record.sweep_id} in {where}: {output.ended_words(record)} ended")
         known: dict[int, TrialState] = {trial.number: trial.state for trial in record.trials}
         try:
@@ -50,7 +50,7 @@ def watch_sweep(sweep: FoundSweep, mode: str) -> int:
         if record.status == "running":
             return _BROKEN_PIPE
         running.clear()
-        display.close({}, output.summary_lines(record, where), output.last_event(record, where))
+        display.close(output.summary_lines(record, where), output.last_event(record, where))
     return ExitCode.CLUSTER if record.exit_code is None else record.exit_code
 
 

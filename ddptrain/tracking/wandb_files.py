@@ -221,7 +221,14 @@ def _parts(folders: Sequence[Path]) -> list[RunPart]:
 def links_in(folder: Path) -> dict[str, str]:
     """Return the content of the file LINKS in a folder; {} if there is none."""
     try:
-        known = json.loads((folder / LINKS).read_text(encoding="utf-8"))
-        return {str(run_id): str(url) for run_id, url in known.items()}
-    except (OSError, ValueError, AttributeError):
+        return links_of((folder / LINKS).read_bytes())
+    except OSError:
+        return {}
+
+
+def links_of(data: bytes) -> dict[str, str]:
+    """Return the content of a file LINKS; {} for other data."""
+    try:
+        return {str(run_id): str(url) for run_id, url in json.loads(data).items()}
+    except (ValueError, AttributeError):
         return {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import resource
 import shutil
@@ -35,7 +34,6 @@ _PACKAGES = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
 }
 _SHM = Path("/dev/shm")  # noqa: S108  # the subject of the check; nothing is written there
-_NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,7 @@ class GpuFacts:
 class HostFacts:
     """The resources of a worker's host. Sizes in MB (10^6 bytes).
 
-    versions: of Python, packages and driver, by name. interfaces: the network interfaces that are up. network_env: the
-    variables of NCCL and gloo that name interfaces. problems: what could not be read, one line each.
+    versions: of Python, packages and driver, by name. problems: what could not be read, one line each.
     """
 
     hostname: str
@@ -73,9 +70,7 @@ class HostFacts:
     scratch_mb: int
     scratch_free_mb: int
     open_files: int
-    interfaces: tuple[str, ...] = ()
     gpus: tuple[GpuFacts, ...] = ()
-    network_env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
@@ -101,9 +96,7 @@ def host_facts(scratch: Path) -> HostFacts:
         str(scratch),
         *_space(scratch, problems),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        interfaces=tuple(name for name, state in psutil.net_if_stats().items() if state.isup),
         gpus=gpus,
-        network_env={name: value for name in _NETWORK_VARIABLES if (value := os.environ.get(name))},
         problems=tuple(problems),
     )
 

@@ -137,6 +137,8 @@ class RanksTask:
                 self.leaving_sent = True
                 self.ranks[0].log("worker was asked to end: the driver is asked to preempt the run")
                 message = News(self.first.attempt, leaving=True)
+            while not self.sampler.errors.empty():
+                self.ranks[0].log("system metrics not measured", error=self.sampler.errors.get())
             if parts or self.lines or message.leaving:
                 self._send(message, parts)
             while not self.sampler.samples.empty():

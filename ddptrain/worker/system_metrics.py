@@ -17,10 +17,8 @@ from typing import Any
 import psutil
 
 from ddptrain.file_ops import text_or_empty
-from ddptrain.log import Log
 from ddptrain.protocol.news import MAX_SAMPLED_RANKS, SystemSample
 
-_log = Log("ddptrain.worker")
 _EVERY_S = 5.0
 _FIRST_S = 1.0  # from the start of the ranks, so that short runs have a sample
 
@@ -37,13 +35,14 @@ class SampledRank:
 class SystemSampler:
     """Measures in a thread, because a call of NVML may hang: a broken GPU must not silence the worker.
 
-    samples: what was measured and not yet sent.
+    samples: what was measured and not yet sent. errors: why it could not be measured, and is not yet logged.
     """
 
     def __init__(self, ranks: Callable[[], Sequence[SampledRank]], gpu_every_s: float) -> None:
         """Measure the use of GPUs every `gpu_every_s` seconds, and all metrics every five seconds."""
         self._ranks = ranks
         self.samples: queue.SimpleQueue[SystemSample] = queue.SimpleQueue()
+        self.errors: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._percents: dict[str, float] = {}
         self._gpu_every_s = gpu_every_s
         self._stop = threading.Event()
@@ -65,7 +64,7 @@ class SystemSampler:
         return self._percents.pop(gpu, None) if gpu is not None else None
 
     def _run(self) -> None:
-        sample_at = time.monotonic() + _FIRST_S
+        sample_at, known = time.monotonic() + _FIRST_S, ""
         while not self._stop.wait(min(self._gpu_every_s, max(0.0, sample_at - time.monotonic()))):
             try:
                 for gpu in {rank.gpu for rank in self._ranks() if rank.gpu is not None}:
@@ -76,7 +75,9 @@ class SystemSampler:
                     for sample in self.measure():
                         self.samples.put(sample)
             except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
-                _log.info("system metrics not sampled", error=f"{type(error).__name__}: {error}")
+                if (text := f"{type(error).__name__}: {error}") != known:
+                    known = text
+                    self.errors.put(text)
 
     def measure(self) -> Iterator[SystemSample]:
         """Yield the use of the host with that of up to MAX_SAMPLED_RANKS ranks each; nothing if all have ended.

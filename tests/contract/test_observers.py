@@ -52,7 +52,7 @@ def test_observer_of_an_installed_package_takes_events_and_the_end(project: Proj
                 print(json.dumps(event), file=self.file, flush=True)
 
             def on_end(self, run):
-                end = {"status": run.record.status, "cause": run.record.failure.cause, "root": str(run.layout.root)}
+                end = {"status": run.record.status, "cause": run.record.failure.cause, "root": str(run.root)}
                 print(json.dumps(end), file=self.file, flush=True)
     """
     config = project.function(FAILS, params={"fails": True})

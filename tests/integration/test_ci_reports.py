@@ -74,7 +74,7 @@ def test_failure_is_annotated_at_the_line_and_reported_in_every_form(run_cli: Cl
         r"## ❌ `toy`: failed\n\n`rank 1 on \S+ failed first: ValueError: 50% of the data, or so`\n\nat `work.py:12`\n",
         summary,
     )
-    assert "```mermaid\n" in summary
+    assert "| `train/loss` | 0.025 | █" in summary
     assert (folder / "out" / "report.md").read_text() == summary
     suite = ET.parse(folder / "out" / "junit.xml").getroot()[0]
     assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("toy", "3", "2")
@@ -131,7 +131,7 @@ def test_run_in_an_object_store_is_reported_completely(run_cli: Cli, warm_cluste
     assert "run directory `s3://bucket/runs/toy-1`" in summary
     assert "Look further with `ddptrain results show s3://bucket/runs/toy-1`" in summary
     assert "ValueError: 50% of the data, or so\n```\n\n</details>" in summary.partition("Last lines of rank 1")[2]
-    assert "```mermaid\n" in summary
+    assert "| `train/loss` | 0.025 | █" in summary
 
 
 RETRAINED = """

@@ -82,7 +82,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     extra |= {f"ddptrain-{VERSION}.data/data/share/man/man1/ddptrain.1"}
     of_page = [*(f"static/{name}" for name in ("chart.js", "curves.js", "page.js", "page.css"))]
     of_page += [f"static/uplot/{name}" for name in ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css")]
-    of_page += [f"templates/{name}.html.j2" for name in ("list", "models", "page", "parts", "runs", "sweep")]
+    of_page += [
+        f"templates/{name}.html.j2" for name in ("curves", "list", "models", "page", "parts", "run", "runs", "sweep")
+    ]
     extra |= {f"ddptrain/reports/{name}" for name in of_page}
     extra |= {f"ddptrain/schedule/templates/{name}.j2" for name in ("cron.sh", "service", "timer")}
     extra |= {"ddptrain/troubleshooting.md"}  # whose sections `ddptrain explain` prints

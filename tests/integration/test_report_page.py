@@ -1,11 +1,13 @@
-"""The report page in a real browser: controls work, nothing is loaded, and a hostile run directory changes nothing."""
+"""The report file and the pages of `ddptrain ui` in a real browser: they work, load nothing; hostile runs are inert."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,94 +15,126 @@ import pytest
 
 from tests.conftest import Cli
 from tests.support.browser import CHROMIUM, Browser
-from tests.support.hostile_run import ATTACKS, MARK, write_hostile_run
+from tests.support.hostile_run import ATTACKS, write_hostile_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 STEPS = 2000
-CHART_PLACE = "(({x, y}) => [x, y])(document.querySelector('.plot').getBoundingClientRect())"
-FIRST_AXIS = (
-    "(({x, y, width, height}) => [x + width / 2, y, height])(document.querySelector('.handle').getBoundingClientRect())"
-)
-SHOWN_TRIALS = (
-    "[...document.querySelectorAll('[data-trial]')].filter((row) => !row.hidden).map((row) => row.dataset.trial)"
-)
-LAST_TICK = (
-    "[...document.querySelectorAll('.panel .tick')]"
-    ".filter((one) => one.getAttribute('text-anchor') === 'middle').at(-1).textContent"
-)
 CHANGE = (
     "(() => {{ const e = document.querySelector('form.controls').elements; {0}; "
     "e.x.dispatchEvent(new Event('input', {{bubbles: true}})); }})()"
 )
+LABEL = "document.querySelector('.chart').getAttribute('aria-label')"
+SPOKEN = "document.querySelector('.chart [aria-live]').textContent"
+CAN_RESET = "!document.querySelector('[name=reset]').disabled"
+NARROW = "document.documentElement.scrollWidth"
+SHOWN_ROWS = "[...document.querySelectorAll('#list tbody tr')].filter((row) => !row.hidden).length"
 IDS = ("toy-20260101-000000-0001", "toy-20260101-000000-0002")
+WORK = """
+import time
+from pathlib import Path
 
 
-def write_run(runs: Path, run_id: str, factor: float) -> None:
+def train(ctx, folder):
+    for step in range(1, 10_000):
+        ctx.log({"train/loss": 1.0 / step}, step=step)
+        print(f"at step {step}", flush=True)
+        if (Path(folder) / "go").exists():
+            raise ValueError("the data have ended")
+        time.sleep(0.02)
+"""
+
+
+def write_run(runs: Path, run_id: str, factor: float, steps: int = STEPS, **record: Any) -> None:
     folder = runs / run_id
     folder.mkdir(parents=True)
-    record = {"run_id": run_id, "status": "succeeded", "started_at": "2026-01-01T00:00:00Z", "duration_s": factor}
-    (folder / "run.json").write_text(json.dumps(record))
+    about = {"run_id": run_id, "status": "succeeded", "started_at": "2026-01-01T00:00:00Z", "duration_s": factor}
+    (folder / "run.json").write_text(json.dumps(about | record))
     (folder / "config.yaml").write_text(f"workload: petnames\nname: toy\nparams: {{learning_rate: {factor}}}\n")
+    start = {"time_s": 1767225600.0}
     lines = [
-        {
-            "time_s": 1767225600 + step,
-            "step": step,
-            "rank": rank,
-            "val/loss": factor * math.exp(-step / 500) + rank / 10,
-        }
-        for step in range(STEPS)
+        {**start, "step": step, "rank": rank, "val/loss": factor * math.exp(-step / 500) + rank / 10}
+        for step in range(steps)
         for rank in range(2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def in_browser(folder: Path, visit: Callable[[Browser], Awaitable[Any]]) -> Any:
-    """Run `visit` with a browser; the page must have no problems and ask for nothing."""
+def write_sweep(folder: Path) -> None:
+    """A sweep of four trials with a parameter whose name is an attack."""
+    folder.mkdir(parents=True)
+    params = [{"params.lr": 10.0**-at, ATTACKS[1]: ATTACKS[at % 2]} for at in range(1, 5)]
+    trials = [{"number": at, "state": "complete", "value": at / 10, "params": own} for at, own in enumerate(params, 1)]
+    choices = {"kind": "choice", "values": ATTACKS[:2]}
+    space = {"params.lr": {"kind": "log", "low": 1e-4, "high": 0.1}, ATTACKS[1]: choices}
+    sweep = {"format": 1, "sweep_id": folder.name, "name": "s", "source": "", "started_at": "", "status": "succeeded"}
+    sweep |= {"metric": "loss", "mode": "min", "best": 1, "space": space, "trials": trials}
+    (folder / "run.json").write_text(json.dumps({"run_id": folder.name, "kind": "sweep", "status": "succeeded"}))
+    (folder / "sweep.json").write_text(json.dumps(sweep))
 
-    async def main() -> Any:
+
+def in_browser(folder: Path, visit: Callable[[Browser], Awaitable[Any]], origin: str = "") -> None:
+    """Run `visit` with a browser; the pages must have no problems and ask nobody but `origin`."""
+
+    async def main() -> None:
         async with Browser.opened(folder / "profile") as browser:
-            found = await visit(browser)
-            assert (browser.problems, browser.requests) == ([], [])
-            return found
+            await visit(browser)
+            assert browser.problems == []
+            assert [url for url in browser.requests if not (origin and url.startswith(origin))] == []
 
-    return asyncio.run(main())
-
-
-def report(run_cli: Cli, *arguments: str) -> None:
-    done = run_cli("results", "report", *arguments)
-    assert done.rc == 0, done.stderr
+    asyncio.run(main())
 
 
-def test_controls_of_the_curves_and_the_table(tmp_path: Path, run_cli: Cli) -> None:
+async def until(browser: Browser, condition: str) -> None:
+    """Wait until an expression in the page is true."""
+    deadline = time.monotonic() + 60
+    while not await browser.run(condition):
+        assert time.monotonic() < deadline, condition
+        await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+def ui(tmp_path: Path) -> Iterator[Callable[[], str]]:
+    cli = Cli(tmp_path)
+
+    def start() -> str:
+        running = cli.start("ui", "--no-browser")
+        running.wait_for("(Ctrl-C ends this)")
+        found = re.search(r"http://\S+", running.stdout)
+        assert found
+        return found[0]
+
+    yield start
+    for running in cli.started:
+        running.kill_group()
+
+
+def test_curves_and_tables_of_a_report(tmp_path: Path, run_cli: Cli) -> None:
     for run_id, factor in zip(IDS, (3.0, 1.0), strict=True):
         write_run(tmp_path / "runs", run_id, factor)
-    report(run_cli, *IDS, "-o", "report.html")
+    assert run_cli("results", "report", *IDS, "-o", "report.html").rc == 0
 
     async def visit(browser: Browser) -> None:
         await browser.open((tmp_path / "report.html").as_uri(), 1400)
-        lines = "document.querySelectorAll('.panel path.line').length"
-        assert await browser.run(lines) == 2
-        assert (await browser.run("document.querySelector('.chart').getAttribute('aria-label')")).startswith(
-            "val/loss; last"
-        )
-
-        x, y = await browser.run(CHART_PLACE)
+        assert (await browser.run(LABEL)).startswith(f"val/loss; last values: {IDS[0]} 0.10506, {IDS[1]} 0.0683")
+        place = "(({x, y}) => [x, y])(document.querySelector('.plot .u-over').getBoundingClientRect())"
+        x, y = await browser.run(place)
         await browser.drag(x + 100, y + 80, x + 200, y + 80)
-        assert float((await browser.run(LAST_TICK)).replace(",", "")) < STEPS / 2
-        assert await browser.run("document.querySelector('.tip').hidden") is False
+        assert await browser.run(CAN_RESET)
+        await browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + 150, y=y + 80)
+        await until(browser, "!document.querySelector('.tip').hidden")
         await browser.run("document.querySelector('.chart').focus()")
+        await browser.key("End")
+        assert 0 < float((await browser.run(SPOKEN)).split(":")[0].removeprefix("step ").replace(",", "")) < STEPS / 2
         await browser.key("0")
-        assert await browser.run(LAST_TICK) in ("1,800", "1,900", "2,000")
+        assert not await browser.run(CAN_RESET)
         await browser.key("Home")
-        assert "step 0: " in await browser.run("document.querySelector('.chart [aria-live]').textContent")
+        assert (await browser.run(SPOKEN)).startswith("step 0: ")
 
-        await browser.run(CHANGE.format("e.rank.value = 'all'"))
-        assert await browser.run(lines) == 4
-        await browser.run(CHANGE.format("e.weight.value = 0.9; e.log.checked = true; e.x.value = 'time'"))
-        assert await browser.run("document.querySelectorAll('.panel path.raw').length") == 4
-        await browser.run(CHANGE.format("document.querySelector('[name=run]').checked = false; e.weight.value = 0"))
-        assert await browser.run(lines) == 2
+        await browser.run(CHANGE.format("e.rank.value = 'all'; e.weight.value = 0.9; e.log.checked = true"))
+        assert f"{IDS[1]}, rank 1 0.1" in await browser.run(LABEL)
+        await browser.run(CHANGE.format("document.querySelector('[name=run]').click(); e.rank.value = 'mean'"))
+        assert IDS[0] not in await browser.run(LABEL)
 
         first_run = "document.querySelector('#runs tbody th').textContent"
         assert await browser.run(first_run) == IDS[0]
@@ -109,73 +143,86 @@ def test_controls_of_the_curves_and_the_table(tmp_path: Path, run_cli: Cli) -> N
         assert await browser.run(first_run) == IDS[1]  # it took 1 s, the other one 3 s
 
         await browser.open((tmp_path / "report.html").as_uri(), 390, dark=True)
-        assert await browser.run("document.documentElement.scrollWidth") == 390
+        assert await browser.run(NARROW) == 390
         assert await browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
-        await browser.run("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-        metrics = (
-            "[...document.querySelectorAll('[aria-label=Metrics]')].every((one) => one.scrollWidth <= one.clientWidth)"
-        )
-        assert await browser.run(metrics)
 
     in_browser(tmp_path, visit)
 
 
-def test_hostile_run_changes_nothing(tmp_path: Path, run_cli: Cli) -> None:
+def test_hostile_run_and_sweep_change_nothing(tmp_path: Path, run_cli: Cli, ui: Callable[[], str]) -> None:
     write_hostile_run(tmp_path / "runs/evil")
-    report(run_cli, "evil", "-o", "report.html")
+    write_sweep(tmp_path / "runs/sweep-1")
+    assert run_cli("results", "report", "evil", "-o", "report.html").rc == 0
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
-
-    async def visit(browser: Browser) -> str:
-        await browser.open((tmp_path / "report.html").as_uri(), 390)
-        await browser.run("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-        assert await browser.run("document.documentElement.scrollWidth") == 390
-        assert await browser.run("document.querySelectorAll('.panel path.line').length") >= 1
-        assert MARK in await browser.run("document.body.innerText")  # the text itself
-        return str(await browser.run("document.title"))
-
-    assert in_browser(tmp_path, visit) == "Run evil"
-
-
-@pytest.mark.long
-def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
-    folder = tmp_path / "runs" / "sweep-1"
-    folder.mkdir(parents=True)
-    trials = [
-        {
-            "number": at,
-            "state": "complete",
-            "value": at / 10,
-            "params": {"params.lr": 10.0**-at, ATTACKS[1]: ATTACKS[0]},
-        }
-        for at in range(1, 5)
-    ]
-    space = {
-        "params.lr": {"kind": "log", "low": 1e-4, "high": 0.1},
-        ATTACKS[1]: {"kind": "choice", "values": [ATTACKS[0]]},
-    }
-    about = {"format": 1, "name": "s", "source": "", "started_at": ""}
-    sweep = {
-        **about,
-        "sweep_id": "sweep-1",
-        "status": "succeeded",
-        "metric": "loss",
-        "mode": "min",
-        "best": 1,
-        "space": space,
-    }
-    (folder / "run.json").write_text('{"run_id": "sweep-1", "kind": "sweep", "status": "succeeded"}')
-    (folder / "sweep.json").write_text(json.dumps({**sweep, "trials": trials}))
-    report(run_cli, "sweep-1", "-o", "report.html")
+    url = ui()
 
     async def visit(browser: Browser) -> None:
-        await browser.open((tmp_path / "report.html").as_uri(), 1000)
-        assert await browser.run("document.title") == "Sweep sweep-1"
-        assert await browser.run("document.querySelectorAll('path.trial').length") == 4
-        assert await browser.run("document.querySelector('path.best title').textContent") == "trial 1, complete: 0.1"
-        x, y, height = await browser.run(FIRST_AXIS)
-        await browser.drag(x, y + 1, x, y + height / 2)  # the upper half: the learning rates 0.1 and 0.01
-        assert await browser.run(SHOWN_TRIALS) == ["1", "2"]
-        await browser.drag(x, y + 1, x, y + 1)
-        assert await browser.run(SHOWN_TRIALS) == ["1", "2", "3", "4"]
+        for page, title in (
+            ((tmp_path / "report.html").as_uri(), "Run evil"),
+            (f"{url}?run=evil", "Run evil"),
+            (f"{url}?sweep=sweep-1", "Sweep sweep-1"),
+            (url, "Runs"),
+        ):
+            await browser.open(page, 390)
+            await browser.run("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+            assert await browser.run(NARROW) == 390
+            assert title == "Runs" or "<script>" in await browser.run("document.body.innerText")  # the text itself
+            assert await browser.run("document.title") == title
 
-    in_browser(tmp_path, visit)
+    in_browser(tmp_path, visit, url)
+
+
+def test_pages_of_a_folder(tmp_path: Path, ui: Callable[[], str]) -> None:
+    runs = tmp_path / "runs"
+    for at in range(1000):
+        status = ("succeeded", "failed", "cancelled")[at % 3]
+        cause = (
+            {"failure": {"rank": 1, "host": "h", "type": "ValueError", "message": "wrong shape"}} if at % 3 == 1 else {}
+        )
+        write_run(runs, f"toy-20260101-000000-{at:04x}", 1.0 + at, steps=2, status=status, **cause)
+    write_sweep(runs / "sweep-1")
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "work.yaml").write_text(json.dumps({"workload": "work:train", "params": {"folder": str(tmp_path)}}))
+    training = Cli(tmp_path).start("train", "work.yaml")
+    training.wait_for("at step 5")
+    url = ui()
+
+    async def visit(browser: Browser) -> None:
+        await browser.open(url, 1400)
+        assert await browser.run(SHOWN_ROWS) == 1001
+        await browser.run("document.getElementById('filter').focus()")
+        for key in "running":
+            await browser.send("Input.insertText", text=key)
+        assert await browser.run(SHOWN_ROWS) == 1
+        await browser.run("document.querySelector('#list tbody tr:not([hidden]) a').click()")
+        await until(browser, "document.title.startsWith('Run work')")
+        await until(browser, "!!document.querySelector('.chart')")
+        before = await browser.run(LABEL)
+        await until(browser, f"{LABEL} !== {json.dumps(before)}")
+        await browser.run("document.querySelector('details.long').open = true")
+        (tmp_path / "go").touch()
+        await until(browser, "document.querySelector('.status').textContent === 'failed'")
+        assert "ValueError: the data have ended" in await browser.run("document.querySelector('.failure').innerText")
+        assert "work.py:11" in await browser.run("document.querySelector('.frames').innerText")
+        assert await browser.run("document.querySelector('details.long').open")  # what the user has opened stays open
+
+        await browser.open(url, 390, dark=True)
+        assert await browser.run(NARROW) == 390
+        boxes = "document.querySelectorAll('#list tbody input')"
+        assert await browser.run("document.getElementById('compare').disabled")
+        await browser.run(f"{boxes}[1].click(); {boxes}[2].click()")
+        await browser.run("document.getElementById('compare').click()")
+        await until(browser, "document.title === '2 runs'")
+        await until(browser, "!!document.querySelector('.chart')")
+        assert (await browser.run(LABEL)).startswith("val/loss; last values: toy-20260101-000000-")
+        assert await browser.run("document.querySelectorAll('#runs tbody tr').length") == 2
+
+        await browser.open(f"{url}?sweep=sweep-1", 1400)
+        assert await browser.run("document.querySelectorAll('.slices svg').length") == 2
+        best = "document.querySelector('.dot.best title').textContent"
+        assert await browser.run(best) == "trial 1, complete: 0.1, loss 0.1"
+        await browser.open(f"{url}?models", 1400)
+        assert await browser.run("document.title") == "Models"
+
+    in_browser(tmp_path, visit, url)
+    assert training.finish().rc == 1

@@ -115,7 +115,7 @@ def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cl
 @pytest.mark.slow
 def test_a_sweep_in_a_store_is_resumed_on_another_machine(project: Path, run_cli: Cli, tmp_path: Path) -> None:
     place = "s3://bucket/runs"
-    config = write_config(project, [5, 4, 3], {"steps": 6, "pause_s": 0.1}, results_dir=place)
+    config = write_config(project, [5, 4, 3], {"steps": 40, "pause_s": 0.1}, results_dir=place)
     (tmp_path / "store").mkdir()
     with seaweed(tmp_path / "store", "bucket") as store:
         first, second = (
@@ -134,12 +134,12 @@ def test_a_sweep_in_a_store_is_resumed_on_another_machine(project: Path, run_cli
 
         done = run_cli("sweep", config, "--resume", env=second)
         assert done.rc == 0, done.stderr
-        assert f"best: trial 2, loss 0.1667: {place}/s/best.yaml" in done.stdout + done.stderr
+        assert f"best: trial 2, loss 0.025: {place}/s/best.yaml" in done.stdout + done.stderr
         trials = json.loads(bytes(bucket_of(store, "bucket").get("runs/s/sweep.json").bytes()))["trials"]
         assert [(each["params"]["params.lr"], each["state"]) for each in trials] == [
             (lr, "complete") for lr in (5, 4, 3)
         ]
-        assert [each["value"] for each in trials] == pytest.approx([(lr - 3) ** 2 + 1 / 6 for lr in (5, 4, 3)])
+        assert [each["value"] for each in trials] == pytest.approx([(lr - 3) ** 2 + 1 / 40 for lr in (5, 4, 3)])
         listed = json.loads(run_cli("results", "list", "--runs-dir", f"{place}/s", "--json", env=second).stdout)
         assert {run["run_id"]: run["status"] for run in listed} == dict.fromkeys(
             ("s-0000", "s-0001", "s-0002"), "succeeded"

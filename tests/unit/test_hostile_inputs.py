@@ -25,7 +25,7 @@ from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, read_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id
-from ddptrain.results.lookup import load_run
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show import render
@@ -244,7 +244,7 @@ def test_run_json_is_read_and_shown_or_refused(folder: Path, text: bytes) -> Non
     root = folder / "a-run"
     root.mkdir(exist_ok=True)
     (root / "run.json").write_bytes(text)
-    view = load_run(root)
+    view = Run(root)
     assert json.dumps(view.as_dict(), allow_nan=False)
     assert render.rows([view]) and render.sections(view)
 

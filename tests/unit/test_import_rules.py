@@ -41,8 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "notify": {"results"},
     "reports": {"model_registry", "results", "storage"},
     "retrain": {"clusters", "driver", "model_registry", "notify", "reports", "results", "storage"},
-    "schedule": {"model_registry", "notify", "results", "retrain", "storage"},
-    "sweep": {"clusters", "driver", "results", "storage"},
+    "schedule": {"model_registry", "results", "storage"},
+    "sweep": {"clusters", "driver", "notify", "results", "storage"},
     "cli": {"clusters", "driver", "model_registry", "notify", "reports", "results", "retrain", "schedule", "sweep"},
     "compat": {"clusters", "driver", "rank", "results", "worker"},  # parts of it run in each of these
 }

@@ -96,7 +96,7 @@ def run(
         for spec, place in zip(specs, places, strict=True):
             future_arguments = _futures_in(args, kwargs)
             if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
-                future_arguments["local_rank"] = 0 if place.slot.gpu else place.local_rank
+                future_arguments["local_rank"] = 0 if place.slot.gpu else place.placement.local_rank
             futures.append(
                 client.submit(
                     run_job,
@@ -147,9 +147,7 @@ def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> lis
             attempt=1,
             rank=place.rank,
             config=config,
-            placement=rank_spec.Placement(
-                len(places), place.local_rank, place.local_world_size, place.node_rank, place.slot.index
-            ),
+            placement=place.placement,
             group=rank_spec.ProcessGroup(chosen, rank_spec.DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
             code=rank_spec.Code(_WORKLOAD, os.getcwd(), sys_path=search_path),
         )

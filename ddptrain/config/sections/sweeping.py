@@ -13,7 +13,6 @@ from ddptrain.config.types import FilledText, Ranks, Strict, wrong_field
 from ddptrain.config.wording import describe_value
 
 _MOST_VALUES = 10_000
-_MOST_SEEDS = 100
 PREFIXES = ("params.", "prepare.", "env.", "args.")
 Kind = Literal["uniform", "log", "int", "log_int"]
 _KINDS: tuple[Kind, ...] = ("uniform", "log", "int", "log_int")
@@ -159,12 +158,6 @@ class SweepConfig(Strict):
     parallel: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = Field(
         default="auto", description="Trials at the same time; auto is as many as there are free slots."
     )
-    seeds: int = Field(
-        default=1,
-        ge=1,
-        le=_MOST_SEEDS,
-        description="Repeats of each point with params.seed + 0, 1, ...; their mean is compared.",
-    )
 
     @property
     def searcher(self) -> str:
@@ -188,8 +181,6 @@ class SweepConfig(Strict):
     def _ends(self) -> Self:
         if self.searcher != "grid" and self.trials is None and self.for_ is None:
             raise wrong_field("trials", "is required, and not given", "write trials: 32, or for: 2h")
-        if self.seeds > 1 and "params.seed" in self.space:
-            raise wrong_field("seeds", f"is {self.seeds}, but params.seed is in the space", "leave one of them out")
         return self
 
 

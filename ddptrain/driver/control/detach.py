@@ -26,7 +26,7 @@ from ddptrain import ci
 from ddptrain.driver.observers import OPENED
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import open_to_append
 
 READY_OPTION = "--ready"
@@ -163,7 +163,7 @@ class ReportBegun:
             os.dup2(descriptor, stream.fileno())
         os.close(descriptor)
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Do nothing: nobody waits for the end."""
 
 

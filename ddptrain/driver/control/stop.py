@@ -20,10 +20,10 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, is_sweep, load_run
 from ddptrain.results.recorded_config import parsed_config
+from ddptrain.results.run import Run, is_sweep
 from ddptrain.results.run_record import RunStatus
-from ddptrain.results.runs import StoreRuns, open_runs_dir, split_run
+from ddptrain.results.runs import open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class StopTarget:
     """A run to stop: `look` returns its state; in the folder `desk` its driver looks for requests."""
 
     desk: RunLayout
-    look: Callable[[], RunView]
+    look: Callable[[], Run]
     look_every_s: float = _LOOK_EVERY_S
 
 
@@ -136,26 +136,26 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
     if folders:
         sweep = RunLayout(folders[0].absolute())
         require_own_folder(sweep.root)
-        return StopTarget(sweep, lambda: load_run(sweep.root))
+        return StopTarget(sweep, lambda: Run(sweep.root))
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
     view = runs.find(name)
     run_id, driver = view.run_id, view.record.driver
     if view.status == RunStatus.UNREADABLE:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
-    if view.layout.is_original or not isinstance(runs, StoreRuns):
-        return StopTarget(view.layout, lambda: load_run(view.layout.root))
+    if view.is_original:
+        return StopTarget(view, lambda: Run(view.root))
     if is_active(view) and driver.host != socket.gethostname():
         raise UsageError(
             f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
             "it has no directory that other hosts see"
         )
-    return StopTarget(RunLayout(runs.work / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
+    return StopTarget(RunLayout(runs.folder / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
 
 
 def stop_run(
     target: StopTarget, *, now: bool, by: str, tell: Callable[[str], None], margin_s: float = _MARGIN_S
-) -> RunView:
+) -> Run:
     """Ask the run to end, wait until it has ended, and return its final state.
 
     Raises:
@@ -189,13 +189,13 @@ def stop_run(
     return view
 
 
-def is_active(view: RunView) -> bool:
+def is_active(view: Run) -> bool:
     """Return whether the driver is running."""
     return view.status == RunStatus.RUNNING
 
 
-def _is_leaving(view: RunView) -> bool:
-    return view.record.driver.host == socket.gethostname() and bool(ownership.is_held(view.layout.lock_file))
+def _is_leaving(view: Run) -> bool:
+    return view.record.driver.host == socket.gethostname() and bool(ownership.is_held(view.lock_file))
 
 
 def _grace_s(layout: RunLayout) -> float:

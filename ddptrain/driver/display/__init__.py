@@ -1,5 +1,5 @@
 """What `ddptrain train` shows while it runs: the log of every rank, and its progress."""
 
-from ddptrain.driver.display.display import Display, open_display
+from ddptrain.driver.display.display import Display
 
-__all__ = ["Display", "open_display"]
+__all__ = ["Display"]

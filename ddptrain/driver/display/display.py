@@ -6,48 +6,40 @@ ranks, and the memory does not grow with the amount of output.
 
 from __future__ import annotations
 
-import functools
+import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from ddptrain import log
-from ddptrain.driver.display import terminal
 from ddptrain.driver.display.live import LiveRenderer, OtherRows
-from ddptrain.driver.display.logs import (
-    READ_BYTES,
-    AllLines,
-    DifferingLines,
-    LogTail,
-    RankLine,
-    RankLines,
-    TracebackFilter,
-)
-from ddptrain.driver.display.renderers import (
-    JsonRenderer,
-    PlainRenderer,
-    Renderer,
-    format_notice,
-    notice_line,
-)
+from ddptrain.driver.display.renderers import JsonRenderer, PlainRenderer, Renderer
 from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
+from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, notice, wants_colour
+from ddptrain.results.log_tail import READ_BYTES, LogLine, LogTail
 
 if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
+    from ddptrain.results.run import Run
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
 MAX_WAITING = 50_000  # facts kept while the output is not read; further numbers and lines of our log are dropped
 CLOSE_DEADLINE_S = 10.0
-LATE_S = 1.0  # added to the deadline, after which the thread itself stops waiting for late logs
 MIN_RANKS = 17  # from this number of ranks on, the display shows rank 0, and what other ranks print besides
+HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s
+MAX_HELD_CHARS = 1 << 20
+MAX_KNOWN = 100_000  # lines; after that, equal lines may be shown again
+TRACEBACK = "Traceback (most recent call last):"
+MAX_TRACEBACK_LINES, MAX_TRACEBACKS = 1000, 100
 _LAST_WRITE_S = 0.2
-_FEW_LOGS = 64  # up to this number, all logs are checked each time, and stay open
+_FEW_LOGS = 64  # up to this number, all logs are checked each time
 _ALL_LOGS_S = 2.0
 
 
@@ -56,47 +48,56 @@ class Display:
 
     def __init__(
         self,
-        renderer: Renderer,
-        stdout: terminal.Stream,
-        stderr: terminal.Stream,
+        mode: str,
         logs_dir: Path,
+        run_id: str,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        environ: Mapping[str, str] = os.environ,
         *,
-        groups_ranks: bool = False,
-        summary: Callable[[RunView], Sequence[str]] = summary_lines,
+        all_ranks: bool = False,
+        stage: str = "",
+        rows: OtherRows | None = None,
+        elapsed_s: float = 0.0,
     ) -> None:
-        """`groups_ranks`: equal tracebacks are shown once, and of many ranks rank 0 and whatever differs.
+        """Start a display that follows logs_dir/rank-<r>.log of every rank, and shows what ddptrain logs to stderr.
 
-        `summary`: returns the last lines for a run.
+        mode: "auto", "live", "plain" or "json"; "live" without a terminal is "plain". From 17 ranks on, rank 0 is shown
+        and whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`, unless it is
+        "". `rows` returns other rows than those of the ranks. `elapsed_s`: how long the run has already been running.
+        Raises UsageError for an unknown mode.
         """
-        self._summary = summary
-        self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
-        self._logs_dir = logs_dir
-        self._groups_ranks = groups_ranks
-        self._lines = AllLines()
-        self._tails: Mapping[int, LogTail] = {}
+        out, err = self._stdout, self._stderr = Stream(stdout or sys.stdout), Stream(stderr or sys.stderr)
+        mode = choose_mode(mode, out.is_terminal, environ)
+        colour = wants_colour(out.is_terminal, environ)
+        self._renderer: Renderer = PlainRenderer(out, err, colour)
+        if mode == "json":
+            self._renderer = JsonRenderer(out, err, stage)
+        elif mode == "live":
+            self._renderer = LiveRenderer(out, err, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
+        self._logs_dir, self._groups_ranks = logs_dir, not all_ranks and mode != "json"
+        self._summary = evaluation_lines if stage else summary_lines
+        self._lines = ShownLines()
+        self._tails: dict[int, LogTail] = {}
+        self._bars: dict[
+            int, tuple[str, float]
+        ] = {}  # redrawn lines: the state that is shown, and when the next is due
         self._hidden: Collection[int] = ()
         self._inbox: deque[Mapping[str, Any] | str] = deque()  # events and lines of our log
         self._grown: deque[int] = deque()  # ranks whose logs have grown
-        self._unread: set[int] = set()  # ranks of which more can be read or shown
         self._all_read_s = 0.0
-        self._dropped = self._dropped_reported = 0
+        self._dropped = 0
         self._wake, self._aborted = threading.Event(), threading.Event()
-        self._final_sizes: Mapping[int, int] = {}
-        self._deadline_s = CLOSE_DEADLINE_S
         self._end: tuple[Sequence[str], Mapping[str, Any]] | None = None  # set by `close`
         self._failed = ""
         self._thread = threading.Thread(target=self._run, name="ddptrain-display", daemon=True)
+        self._thread.start()
+        log.divert(self._log_line)
 
     @property
     def broken(self) -> bool:
         """Whether nothing can be shown any more: the reader has closed stdout, or the display itself has failed."""
         return bool(self._stdout.broken or self._failed)
-
-    def start(self) -> Self:
-        """Start the display's thread, which also shows what ddptrain logs to stderr."""
-        self._thread.start()
-        log.divert(self._log_line)
-        return self
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Show an event. Numbers of ranks, the use of hosts and silences are left out if the output is not read."""
@@ -116,31 +117,28 @@ class Display:
 
     def notice(self, text: str, level: str = "info") -> None:
         """Show a message, of level "info", "warning" or "error", without a line in events.jsonl."""
-        self.on_event(notice_line(text, level))
+        self.on_event({"event": "notice", "time_s": round(time.time(), 3), "level": level, "message": text})
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         """Show every log up to its size now, and the end of the run."""
-        sizes = {rank: path.stat().st_size for rank, path in run.layout.logs().items()}
-        self.close(sizes, self._summary(run), finished_event(run))
+        self.close(self._summary(run), finished_event(run))
 
     def close(
         self,
-        final_sizes: Mapping[int, int] | None = None,
         summary: Sequence[str] = (),
         last_event: Mapping[str, Any] | None = None,
         deadline_s: float = CLOSE_DEADLINE_S,
     ) -> None:
-        """Show every log up to its final size in bytes (None: its size now), then the summary or last event.
+        """Show every log up to its size now, then the summary or last event.
 
         Stop, with a message on stderr, when nothing could be read or written for `deadline_s` seconds.
         """
         if self._end is None:
-            self._final_sizes, self._deadline_s = final_sizes or {}, deadline_s
             self._end = summary, last_event or {}
             self._wake.set()
             self._join(deadline_s)
             if self.broken:  # stdout is not read, but the user should see how the run ended
-                self._stderr.write("".join(f"{line}\n" for line in summary), _LAST_WRITE_S)
+                self._write_last(summary)
 
     def __enter__(self) -> Self:
         return self
@@ -161,198 +159,203 @@ class Display:
 
     def _join(self, deadline_s: float) -> None:
         """Wait for the thread as long as it reads or writes anything."""
-        moved, since_s = self._moved(), time.monotonic()
+        moved, since_s = -1, time.monotonic()
         try:
             while self._thread.is_alive():
                 self._thread.join(POLL_S)
-                if (now := self._moved()) != moved:
+                reads = sum(tail.offset for tail in self._tails.values())
+                now = self._stdout.sent_bytes + self._stderr.sent_bytes + reads
+                if now != moved:
                     moved, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > deadline_s + LATE_S:
+                elif time.monotonic() - since_s > deadline_s:
                     self._aborted.set()
-                    self._thread.join(2 * POLL_S)
-                    self._write_last(
-                        f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}"
-                    )
+                    text = f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}"
+                    self._write_last(notice(text))
                     return
         except BaseException:  # a second Ctrl-C: the user doesn't want to wait
             self._aborted.set()
             raise
 
-    def _moved(self) -> int:
-        return self._stdout.sent_bytes + self._stderr.sent_bytes + sum(tail.offset for tail in self._tails.values())
-
-    def _write_last(self, text: str) -> None:
-        self._stderr.write(format_notice(text), _LAST_WRITE_S)
+    def _write_last(self, lines: Sequence[str]) -> None:
+        self._stderr.write(format_own(lines, False), _LAST_WRITE_S)
 
     # --- the display's thread ---
 
     def _run(self) -> None:
         try:
-            self._follow()
+            is_closing = False
+            while not (is_closing or self._stdout.broken or self._aborted.is_set()):
+                is_closing = self._end is not None  # before the logs: all that was printed before close() is shown
+                self._deliver()
+                longest = self._read_logs(all_of_them=is_closing)
+                now_s = time.monotonic()
+                self._show_held(now_s)
+                self._renderer.refresh(now_s)
+                if longest < READ_BYTES and self._end is None:
+                    time.sleep(SETTLE_S)
+                    self._wake.wait(POLL_S)
+                    self._wake.clear()
             self._finish()
         except Exception as error:  # a display that fails must not end the training
             self._failed = f"{type(error).__name__}: {error}"
-            self._write_last(
-                f"the display failed ({self._failed}); the run continues, its logs are in {self._logs_dir}"
-            )
+            text = f"the display failed ({self._failed}); the run continues, its logs are in {self._logs_dir}"
+            self._write_last(notice(text))
         finally:
             log.divert(None)
-            for tail in self._tails.values():
-                tail.close()
-
-    def _follow(self) -> None:
-        """Show facts and logs until the display is closed and all has been shown, or nothing can be shown."""
-        idle_since_s = time.monotonic()
-        while not (self._stdout.broken or self._aborted.is_set()):
-            if is_closing := self._end is not None:  # before the logs: all that was printed before close() is shown
-                for rank, tail in self._tails.items():
-                    if tail.end is None:
-                        tail.end = self._final_sizes.get(rank, tail.size())
-            self._deliver()
-            longest = self._read_logs()
-            now_s = time.monotonic()
-            self._show(self._lines.due(now_s))
-            self._renderer.refresh(now_s)
-            idle_since_s = now_s if longest or not is_closing else idle_since_s
-            is_drained = not self._inbox and all(tail.drained for tail in self._tails.values())
-            if is_closing and (is_drained or now_s - idle_since_s > self._deadline_s):
-                return
-            if longest < READ_BYTES:
-                is_closing = self._end is not None
-                if not is_closing:
-                    time.sleep(SETTLE_S)
-                self._wake.wait(SETTLE_S if is_closing else POLL_S)
-                self._wake.clear()
 
     def _deliver(self) -> None:
+        """Show what has arrived; before a notice, for example of a failure, the ranks' lines that are held."""
         for _ in range(len(self._inbox)):
             match what := self._inbox.popleft():
                 case str():
                     self._renderer.log_line(what)
-                case {"event": "message", "message": text, "level": level}:
-                    self._event(notice_line(text, level))
-                case _:
-                    self._event(what)
-        if count := self._dropped - self._dropped_reported:
-            self._dropped_reported += count
-            text = f"{count} metrics were not shown: the output was not read"
-            self._renderer.event(notice_line(text, "warning"))
+                    continue
+                case {"event": "message"}:
+                    what = {**what, "event": "notice", "time_s": round(time.time(), 3)}
+                case {"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden}:
+                    self._follow(count, offsets)
+                    self._hidden = hidden
+            if what["event"] == "notice":
+                self._show_held()
+            self._renderer.event(what)
 
-    def _event(self, event: Mapping[str, Any]) -> None:
-        """Show the event; before a notice, for example of a failure, the ranks' lines that are held."""
-        match event:
-            case {"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden}:
-                self._follow_ranks(count, offsets)
-                self._hidden = hidden
-            case {"event": "notice"}:
-                self._show(self._lines.flush())
-        self._renderer.event(event)
-
-    def _follow_ranks(self, world_size: int, offsets: Mapping[int, int]) -> None:
+    def _follow(self, world_size: int, offsets: Mapping[int, int]) -> None:
         """Follow the logs of these ranks; show the rest of the others."""
-        self._show(self._lines.flush())
-        before, is_large = self._tails, world_size > _FEW_LOGS
+        self._show_held()
+        for rank in [rank for rank in self._tails if rank >= world_size]:
+            self._finish_log(rank, self._tails[rank])
+        before = self._tails
         self._tails = {
-            rank: before.get(rank)
-            or LogTail(self._logs_dir / f"rank-{rank}.log", offsets.get(rank, 0), keep_open=not is_large)
+            rank: before.get(rank) or LogTail(self._logs_dir / f"rank-{rank}.log", offset=offsets.get(rank, 0))
             for rank in range(world_size)
         }
-        for rank in before.keys() - self._tails.keys():
-            tail = before[rank]
-            tail.end = tail.size()
-            while lines := tail.read():
-                self._show_lines(rank, lines)
-            self._finish_log(rank, tail)
-            tail.close()
-        if self._groups_ranks:
-            self._lines = DifferingLines() if world_size >= MIN_RANKS else TracebackFilter()
+        self._lines = ShownLines(groups=self._groups_ranks and world_size >= MIN_RANKS)
 
-    def _show(self, held: Iterable[RankLines]) -> None:
-        for rank, lines in held:
-            self._renderer.log(rank, lines)
+    def _read_logs(self, *, all_of_them: bool) -> int:
+        """Show the next piece of each log: with many ranks of those that have grown, and every 2 s of all.
 
-    def _show_lines(self, rank: int, lines: Sequence[RankLine]) -> None:
-        if rank not in self._hidden:
-            self._show(self._lines.add(rank, lines, time.monotonic()))
-
-    def _read_logs(self) -> int:
-        """Show the next piece of every log; return the size in bytes of the longest piece."""
-        longest = 0
-        for rank in self._logs_to_read():
-            tail = self._tails[rank]
-            before = tail.offset
-            if lines := tail.read():
-                self._show_lines(rank, lines)
-            longest = max(longest, tail.offset - before)
-            if tail.offset - before == READ_BYTES or tail.is_redrawn:
-                self._unread.add(rank)
-            state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
-            if state is not None and rank not in self._hidden and self._lines.only_bar_of in (None, rank):
-                self._renderer.redrawn(rank, state)
+        Return the size in bytes of the longest piece.
+        """
+        now_s, longest = time.monotonic(), 0
+        grown = {self._grown.popleft() for _ in range(len(self._grown))}
+        if all_of_them or len(self._tails) <= _FEW_LOGS or now_s - self._all_read_s > _ALL_LOGS_S:
+            self._all_read_s = now_s
+            grown = set(self._tails)
+        for rank in sorted(grown & self._tails.keys()):
+            size = self._read(rank, self._tails[rank])
+            if size == READ_BYTES or self._bars.get(rank):
+                self._grown.append(rank)
+            longest = max(longest, size)
         return longest
 
-    def _logs_to_read(self) -> Iterable[int]:
-        """Return the ranks whose logs to read: with many ranks those that have grown, and every 2 s all."""
+    def _read(self, rank: int, tail: LogTail) -> int:
+        """Show the next piece of a log; return its size in bytes."""
+        before = tail.offset
+        with suppress(OSError):  # it can't be read now
+            self._show_lines(rank, tail.read())
+        self._show_bar(rank, tail.redrawn)
+        return tail.offset - before
+
+    def _show_bar(self, rank: int, state: str) -> None:
+        """Show the state of a line that the rank redraws, now and then; a bar that ends soon only at its end."""
         now_s = time.monotonic()
-        ranks, self._unread = self._unread, set()
-        ranks.update(self._grown.popleft() for _ in range(len(self._grown)))
-        if self._end or len(self._tails) <= _FEW_LOGS or now_s - self._all_read_s > _ALL_LOGS_S:
-            self._all_read_s = now_s
-            return self._tails
-        return sorted(ranks & self._tails.keys())
+        due_s = now_s + self._renderer.redraw_every_s
+        shown, at_s = self._bars.setdefault(rank, ("", due_s)) if state else self._bars.pop(rank, ("", due_s))
+        is_shown = rank not in self._hidden and not (self._lines.groups and rank)
+        if is_shown and state != shown and (now_s >= at_s or not state):
+            self._bars |= {rank: (state, due_s)} if state else {}
+            self._renderer.redrawn(rank, state)
+
+    def _show_lines(self, rank: int, lines: Sequence[LogLine]) -> None:
+        if rank not in self._hidden and (shown := self._lines.add(rank, lines, time.monotonic())):
+            self._renderer.log(rank, shown)
+
+    def _show_held(self, now_s: float = math.inf) -> None:
+        for rank, lines in self._lines.due(now_s):
+            self._renderer.log(rank, lines)
+
+    def _finish_log(self, rank: int, tail: LogTail) -> None:
+        """Show a log up to its present size."""
+        with suppress(OSError):  # a rank that has printed nothing may have no log
+            end = tail.path.stat().st_size
+            while tail.offset < end and self._read(rank, tail) and not self._aborted.is_set():
+                continue
+        self._show_lines(rank, tail.rest())
+        self._show_bar(rank, "")
 
     def _finish(self) -> None:
         """Show the rest at the end, or report why nothing can be shown."""
         if self._end is not None and not self._stdout.broken and not self._aborted.is_set():
             for rank, tail in self._tails.items():
                 self._finish_log(rank, tail)
-            self._show(self._lines.flush())
+            self._show_held()
+            self._deliver()
+            if self._dropped:
+                text = f"{self._dropped} metrics were not shown: the output was not read"
+                self._renderer.event({"event": "notice", "level": "warning", "message": text})
             self._renderer.end(*self._end)
         if self._stdout.broken:
             text = f"stdout can't be written any more ({self._stdout.broken}); the run continues without output"
-            self._write_last(f"{text}, its logs are in {self._logs_dir}")
-
-    def _finish_log(self, rank: int, tail: LogTail) -> None:
-        if lines := tail.finish():
-            self._show_lines(rank, lines)
-        self._renderer.redrawn(rank, "")
-        if not tail.drained:
-            text = f"{tail.path} has {tail.offset} of {tail.end} bytes: the rest did not arrive in time"
-            self._event(notice_line(text, "warning"))
+            self._write_last(notice(f"{text}, its logs are in {self._logs_dir}"))
 
 
-def open_display(
-    mode: str,
-    logs_dir: Path,
-    run_id: str,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    environ: Mapping[str, str] | None = None,
-    *,
-    all_ranks: bool = False,
-    stage: str = "",
-    rows: OtherRows | None = None,
-    elapsed_s: float = 0.0,
-) -> Display:
-    """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
+# --- which lines of ranks are shown: all of them, or of many ranks those of rank 0 and what differs ---
 
-    "live" without a terminal is "plain". Ranks in lockstep share a
-    row, and from 17 ranks on, rank 0 is shown and whatever other ranks print besides, unless `all_ranks`. Each JSON
-    object has the field `stage`, unless it is "". `rows` returns other rows than those of the ranks. `elapsed_s`: how
-    long the run has already been running. Raises UsageError for an unknown mode.
+
+class ShownLines:
+    """Passes on all lines, but of a traceback that another rank has printed before only the last one.
+
+    With `groups` those of rank 0, and each line of other ranks that no rank before has printed. The lines of each rank
+    keep their order. A line that a rank repeats is shown again, unless another rank was first.
     """
-    environ = os.environ if environ is None else environ
-    out, err = terminal.Stream(stdout or sys.stdout), terminal.Stream(stderr or sys.stderr)
-    colour = terminal.wants_colour(out.is_terminal, environ)
-    renderer: Renderer
-    match terminal.choose_mode(mode, out.is_terminal, environ):
-        case "json":
-            renderer = JsonRenderer(out, err, stage)
-        case "plain":
-            renderer = PlainRenderer(out, err, colour)
-        case _:
-            size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, rows=rows, elapsed_s=elapsed_s)
-    groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
-    lines = evaluation_lines if stage else summary_lines
-    return Display(renderer, out, err, logs_dir, groups_ranks=groups_ranks, summary=lines).start()
+
+    def __init__(self, *, groups: bool = False) -> None:
+        self.groups = groups
+        self._open: dict[int, list[LogLine]] = {}  # rank -> a traceback whose last line is missing
+        self._tracebacks: dict[tuple[LogLine, ...], int] = {}  # the rank that has printed it first
+        self._first: dict[int, int] = {}  # hash of a line -> the rank that has printed it first, or 0
+        self._held: deque[tuple[float, int, LogLine]] = deque()
+        self._chars = 0
+
+    def add(self, rank: int, lines: Sequence[LogLine], now_s: float) -> Sequence[LogLine]:
+        """Add lines that a rank has printed, at a monotonic time in seconds; return those to show now."""
+        if not self.groups:
+            return [shown for line in lines for shown in self._in_traceback(rank, line)]
+        if len(self._first) > MAX_KNOWN:
+            self._first.clear()
+        if rank == 0:
+            self._first.update((hash(line), 0) for line in lines)
+            return lines
+        self._held.extend((now_s, rank, line) for line in lines)
+        self._chars += sum(len(line.text) for line in lines)
+        return ()
+
+    def due(self, now_s: float) -> Iterator[tuple[int, Sequence[LogLine]]]:
+        """Yield ranks and the lines to show of those that were held long enough; at infinity of all."""
+        for rank, lines in itertools.groupby(self._taken(now_s), lambda item: item[0]):
+            yield rank, [line for _, line in lines]
+        while self._open and now_s == math.inf:
+            yield self._open.popitem()
+
+    def _in_traceback(self, rank: int, line: LogLine) -> Sequence[LogLine]:
+        """Hold a traceback until its last line, the exception: the first line that is not indented."""
+        if (held := self._open.get(rank)) is None:
+            if line.text != TRACEBACK:
+                return (line,)
+            self._open[rank] = [line]
+            return ()
+        held.append(line)
+        if line.text[:1] in ("", " ") and len(held) < MAX_TRACEBACK_LINES:
+            return ()
+        del self._open[rank]
+        if len(self._tracebacks) >= MAX_TRACEBACKS:
+            self._tracebacks.clear()
+        first = self._tracebacks.setdefault(tuple(held), rank)
+        return held if first == rank else [LogLine(f"{line.text} (the traceback is that of rank {first})", line.ended)]
+
+    def _taken(self, now_s: float) -> Iterator[tuple[int, LogLine]]:
+        while self._held and (now_s - self._held[0][0] >= HOLD_S or self._chars > MAX_HELD_CHARS):
+            _, rank, line = self._held.popleft()
+            self._chars -= len(line.text)
+            if self._first.setdefault(hash(line), rank) == rank:
+                yield rank, line

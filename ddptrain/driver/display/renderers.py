@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddptrain.driver.display.facts import RunFacts
-from ddptrain.driver.display.logs import RankLine
-from ddptrain.driver.display.terminal import Stream, coloured, harmless, rank_colour, wrapped
+from ddptrain.driver.display.terminal import Stream, format_lines, format_own, notice
 from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.results.log_tail import LogLine
 from ddptrain.results.run_record import as_json_data
 
 QUIET_S = 60.0  # without any line
 _ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)
 MANY_EPOCHS, MANY_EVERY_S = 100, 10.0  # of further epochs, at most one line in this time
 PROGRESS_EVERY_S = 1.0
-_ENDED, _PARTIAL = "}", ', "partial": true}'
 
 
 class Renderer:
@@ -27,10 +26,13 @@ class Renderer:
 
     redraw_every_s = 1.0  # seconds between two states of a redrawn line
 
+    def __init__(self, stdout: Stream, stderr: Stream, colour: bool = False) -> None:
+        self._stdout, self._stderr, self._colour = stdout, stderr, colour
+
     def event(self, event: Mapping[str, Any]) -> None:
         """Show a line of events.jsonl, which another program may have written, or one of observers.LIVE."""
 
-    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+    def log(self, rank: int, lines: Sequence[LogLine]) -> None:
         """Show lines that the rank has printed."""
 
     def redrawn(self, rank: int, text: str) -> None:
@@ -38,17 +40,13 @@ class Renderer:
 
     def log_line(self, text: str) -> None:
         """Show a line of ddptrain's own log, which DDPTRAIN_LOG or --verbose turns on."""
+        self._stderr.write(f"{text}\n")
 
     def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
         """Show the end of the run, as lines or as an object. All logs have been shown."""
 
     def refresh(self, now_s: float) -> None:
         """Update the output; called after every round, with a monotonic time."""
-
-
-def notice_line(text: str, level: str = "info") -> dict[str, Any]:
-    """Return a message of ddptrain itself as a line of events.jsonl."""
-    return {"event": "notice", "time_s": round(time.time(), 3), "level": level, "message": text}
 
 
 class PlainRenderer(Renderer):
@@ -59,9 +57,8 @@ class PlainRenderer(Renderer):
     numbers gets a line after a minute without one.
     """
 
-    def __init__(self, stdout: Stream, stderr: Stream, colour: bool) -> None:
-        self._stdout, self._stderr = stdout, stderr
-        self._colour = colour
+    def __init__(self, stdout: Stream, stderr: Stream, colour: bool = False) -> None:
+        super().__init__(stdout, stderr, colour)
         self._on_terminal = stdout.is_terminal
         self._status = ""
         self._facts = RunFacts()
@@ -71,7 +68,7 @@ class PlainRenderer(Renderer):
         self._quiet_since_s: float | None = None  # None: until the next refresh
         self._shown_s = -math.inf
 
-    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+    def log(self, rank: int, lines: Sequence[LogLine]) -> None:
         """Write the lines with the prefix of their rank; each piece of a long line becomes a line."""
         self._stdout.write(format_lines(rank, lines, self._colour, self._on_terminal))
         self._printed += sum(bool(_ABOUT_EPOCHS.search(line.text)) for line in lines)
@@ -80,30 +77,26 @@ class PlainRenderer(Renderer):
     def redrawn(self, rank: int, text: str) -> None:
         """Write a state of a progress bar as a line."""
         if text:
-            self.log(rank, [RankLine(text)])
+            self.log(rank, [LogLine(text)])
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write notices and status to stderr. A status that a notice has announced is not repeated."""
         match event:
-            case {"event": "numbers", "rank": rank, "numbers": numbers}:
+            case {"event": "numbers", "rank": 0, "numbers": numbers}:
                 for each in numbers:
-                    if self._facts.begins_epoch(rank, each):
+                    if self._facts.begins_epoch(each):
                         self._epoch_over()
-                    self._facts.rank_event(rank, each)
+                    self._facts.number(each)
                     self._has_news = self._has_news or isinstance(each, Metrics | Progress)
             case {"event": "rank_ended", "rank": 0} if self._facts.epoch is not None:
                 self._epoch_over()
             case {"event": "notice", "message": str(text)}:
-                self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
+                self._stderr.write(format_own(notice(text), False))
             case {"event": "status", "message": str(text)} if text not in ("", self._status):
                 if not event.get("announced"):
                     self._status = text
-                    self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
+                    self._stderr.write(format_own(notice(text), False))
         self._facts.event(event)
-
-    def log_line(self, text: str) -> None:
-        """Write it to stderr."""
-        self._stderr.write(f"{text}\n")
 
     def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
         """Write the summary to stdout."""
@@ -111,8 +104,8 @@ class PlainRenderer(Renderer):
 
     def refresh(self, now_s: float) -> None:
         """Write the lines that are due. This is called after the ranks' lines of the same time were written."""
-        for number, line in self._due:
-            if number > self._printed and (number <= MANY_EPOCHS or now_s - self._shown_s >= MANY_EVERY_S):
+        for count, line in self._due:
+            if count > self._printed and (count <= MANY_EPOCHS or now_s - self._shown_s >= MANY_EVERY_S):
                 self._show(line, now_s)
         self._due.clear()
         if self._quiet_since_s is None:
@@ -127,7 +120,7 @@ class PlainRenderer(Renderer):
         self._has_news = False
 
     def _show(self, line: str, now_s: float) -> None:
-        self._stderr.write(format_notice(line))
+        self._stderr.write(format_own(notice(line), False))
         self._shown_s = self._quiet_since_s = now_s
 
 
@@ -136,22 +129,22 @@ class JsonRenderer(Renderer):
 
     def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
         """`stage`: the value of the field `stage` in each object; without it if ""."""
-        self._stdout, self._stderr = stdout, stderr
+        super().__init__(stdout, stderr)
         self._mark = {"stage": stage} if stage else {}
         self._progress: dict[int, Progress] = {}  # not yet written
         self._written_s: dict[int, float] = {}
 
-    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+    def log(self, rank: int, lines: Sequence[LogLine]) -> None:
         """Write one object per line; "partial" marks a line without a newline (yet): a piece, or a redrawn bar."""
+        head = json.dumps({"event": "log", **self._mark, "rank": rank, "time_s": round(time.time(), 3)})[:-1]
         encode = json.encoder.encode_basestring_ascii
-        mark = "".join(f', "{name}": {encode(value)}' for name, value in self._mark.items())
-        head = f'{{"event": "log"{mark}, "rank": {rank}, "time_s": {time.time():.3f}, "line": '
-        self._stdout.write("".join(f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines))
+        ends = {True: "}", False: ', "partial": true}'}
+        self._stdout.write("".join(f'{head}, "line": {encode(text)}{ends[ended]}\n' for text, ended in lines))
 
     def redrawn(self, rank: int, text: str) -> None:
         """Write a state of a progress bar as a partial line."""
         if text:
-            self.log(rank, [RankLine(text, ended=False)])
+            self.log(rank, [LogLine(text, ended=False)])
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Write lines of events.jsonl, unless it is the end of a status; metrics; progress once per second and rank."""
@@ -167,10 +160,6 @@ class JsonRenderer(Renderer):
                 pass
             case _:
                 self._write(event)
-
-    def log_line(self, text: str) -> None:
-        """Write it to stderr."""
-        self._stderr.write(f"{text}\n")
 
     def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
         """Write the last object."""
@@ -189,22 +178,3 @@ class JsonRenderer(Renderer):
 
     def _write(self, fields: Mapping[str, Any]) -> None:
         self._stdout.write(json.dumps(as_json_data({**fields, **self._mark})) + "\n")
-
-
-def format_lines(rank: int, lines: Sequence[RankLine], colour: bool, on_terminal: bool) -> str:
-    """Return the lines as text, each with its prefix; on a terminal without control sequences other than colours."""
-    prefix = coloured(f"[rank {rank}]", rank_colour(rank) if colour else "")
-    if on_terminal:
-        return "".join([f"{prefix} {harmless(line.text, colour)}\n" for line in lines])
-    return "".join([f"{prefix} {line.text}\n" for line in lines])
-
-
-def format_own(lines: Sequence[str], colour: bool, columns: int | None = None) -> str:
-    """Return lines of ddptrain itself as text, without control sequences other than colours, fitted to `columns`."""
-    safe = (harmless(line, colour) for line in lines)
-    return "".join(f"{part}\n" for line in safe for part in (wrapped(line, columns) if columns else [line]))
-
-
-def format_notice(text: str) -> str:
-    """Return the text with `ddptrain: ` before each of its lines."""
-    return "".join(f"ddptrain: {line}\n" for line in text.splitlines())

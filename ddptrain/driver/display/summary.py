@@ -10,7 +10,7 @@ from typing import Any
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import ExitCode
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord, RunStatus, as_json_data
 from ddptrain.results.time_use import time_use, timed_events
 
@@ -19,13 +19,13 @@ _MOST_FAILED, _CAUSE_WIDTH = 10, 300
 _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 
-def finished_event(view: RunView) -> dict[str, Any]:
+def finished_event(view: Run) -> dict[str, Any]:
     """Return the end of a run as an object: the last line of --output json and events.jsonl."""
     record = view.record
     return {
         "event": "run_finished",
-        "run_id": view.layout.root.name,
-        "run_dir": view.layout.where,
+        "run_id": view.root.name,
+        "run_dir": view.where,
         "status": str(record.status),
         "exit_code": int(exit_code_of(record)),
         "duration_s": round(view.duration_s or 0.0, 3),
@@ -43,9 +43,9 @@ def exit_code_of(record: RunRecord) -> int:
     return ExitCode.CLUSTER if record.exit_code is None else record.exit_code
 
 
-def summary_lines(view: RunView) -> list[str]:
+def summary_lines(view: Run) -> list[str]:
     """Return the lines of the summary: status, metrics, best checkpoint, use of the time, run directory."""
-    layout, record, duration_s = view.layout, view.record, view.duration_s or 0.0
+    layout, record, duration_s = view, view.record, view.duration_s or 0.0
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
     resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
@@ -81,7 +81,7 @@ def _next_step(layout: RunLayout, record: RunRecord) -> str:
     return f"{step}; --resume {record.run_id} continues from {record.checkpoints[0]}"
 
 
-def evaluation_lines(view: RunView) -> list[str]:
+def evaluation_lines(view: Run) -> list[str]:
     """Return the summary of an evaluation, without the run directory, which is removed after a success."""
     record = view.record
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""

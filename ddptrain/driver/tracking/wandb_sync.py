@@ -26,8 +26,8 @@ from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.remote.lease import StoreLock
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
 from ddptrain.storage.object_store import ObjectStore, open_folder
@@ -96,7 +96,7 @@ class _NotSent(Exception):
 
 
 def sync_runs(
-    views: Sequence[RunView], timeout_s: float, tell: Callable[[SyncResult], None], notice: Callable[[str], None]
+    views: Sequence[Run], timeout_s: float, tell: Callable[[SyncResult], None], notice: Callable[[str], None]
 ) -> bool:
     """Send all runs, within `timeout_s` together. Return whether everything that should be sent was sent.
 
@@ -112,27 +112,27 @@ def sync_runs(
 
 
 def sync_run(
-    view: RunView, environ: Mapping[str, str], deadline: float, notice: Callable[[str], None] = print
+    view: Run, environ: Mapping[str, str], deadline: float, notice: Callable[[str], None] = print
 ) -> SyncResult:
     """Send the missing parts of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
     copy = None
     with ExitStack() as stack:
         try:
-            if not view.layout.is_original:
+            if not view.is_original:
                 folder = stack.enter_context(temp_folder("ddptrain-sync-"))
-                copy = _StoredRun(open_folder(view.layout.where), RunLayout(folder / "run"))
-                view = RunView(copy.layout, view.record)
+                copy = _StoredRun(open_folder(view.where), RunLayout(folder / "run"))
+                view = Run(copy.layout.root, view.record)
                 copy.refresh()
             if not _waiting(view):
                 return SyncResult(view.run_id)
             if copy is None:
-                if not is_own_folder(view.layout.root):
+                if not is_own_folder(view.root):
                     raise _Skipped("it belongs to another user")
-                view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
+                view = Run(view.root.absolute())  # absolute: wandb's command runs in another folder
             if view.is_running:
                 raise _Skipped("it is running")
             env = _environment(view, environ)
-            stack.enter_context(_locked(view.layout) if copy is None else copy.locked(view, deadline))
+            stack.enter_context(_locked(view) if copy is None else copy.locked(view, deadline))
             waiting, problem = _waiting(view), ""
             for target in dict.fromkeys(part.target for part in waiting):
                 try:
@@ -150,9 +150,9 @@ def sync_run(
             return SyncResult(view.run_id, waiting=len(_waiting(view)), problem=str(error))
 
 
-def _waiting(view: RunView) -> list[RunPart]:
+def _waiting(view: Run) -> list[RunPart]:
     """Return the parts that the server lacks, the oldest first."""
-    return unsent_parts(wandb_parts(view.layout, view.record))
+    return unsent_parts(wandb_parts(view, view.record))
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def _locked(layout: RunLayout) -> Iterator[None]:
         held.release()
 
 
-def _send(view: RunView, part: RunPart, env: Mapping[str, str], deadline: float, notice: Callable[[str], None]) -> None:
+def _send(view: Run, part: RunPart, env: Mapping[str, str], deadline: float, notice: Callable[[str], None]) -> None:
     """Send a part, and record the address of its W&B run for `results show`. Raises _NotSent."""
     if part.is_empty:
         append(part.log.with_suffix(SYNCED), b"")
@@ -183,14 +183,14 @@ def _send(view: RunView, part: RunPart, env: Mapping[str, str], deadline: float,
     if not part.log.with_suffix(SYNCED).exists():
         raise _NotSent(error or "W&B has not taken it")
     if url:
-        folder = view.layout.root / RECORDED
+        folder = view.root / RECORDED
         write_file(folder / LINKS, json.dumps({**links_in(folder), part.target: url}).encode())
 
 
 # --- `wandb sync` ---
 
 
-def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(view: Run, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the user's environment for `wandb sync`, with the user's key, and nothing about the recording of runs.
 
     Raises _NotSent if the run names a server that the user has not chosen; UsageError if there is no API key.
@@ -292,7 +292,7 @@ class _StoredRun:
                 target.write_bytes(self._states.get(path, b""))
 
     @contextmanager
-    def locked(self, view: RunView, deadline: float) -> Iterator[None]:
+    def locked(self, view: Run, deadline: float) -> Iterator[None]:
         """Hold the run's lock in the store, with all files that are to be sent; write the states at the end."""
         root = self.layout.root
         lock = StoreLock(self._store.below(RECORDED))

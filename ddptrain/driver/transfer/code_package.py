@@ -1,29 +1,39 @@
-"""Selects the project files for workers without a shared file system, and builds their archive."""
+"""The code of a project for workers that do not see its folder: which files, their archive, and one copy for each host.
+
+All attempts of a run use the code that was packed for the first one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
-import heapq
 import io
 import os
 import stat
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pathspec
 
 from ddptrain.config.plugin_names import workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.workload_check import find_source
-from ddptrain.errors import UsageError
-from ddptrain.file_ops import is_utf8, sha256
-from ddptrain.protocol.code_digest import hash_line, kind_of, link_target
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.file_ops import is_utf8, temp_folder
+from ddptrain.protocol.code_digest import content_hash, inode_digest, link_target, move_path
+from ddptrain.protocol.rank_spec import Code
 from ddptrain.secret_rules import is_secret_file
+from ddptrain.worker import driver_calls
+
+if TYPE_CHECKING:
+    from ddptrain.driver.ranks import RankPlace
+    from ddptrain.driver.workers import Workers
 
 IGNORE_FILE = ".ddptrainignore"
 # Never code, in gitignore's syntax. Files that may hold secrets are left out as well: see secret_rules.py.
@@ -44,7 +54,8 @@ __pycache__/
 _GIT_TIMEOUT_S = 30.0
 _MB = 1_000_000
 _NAMED_FILES = 5  # the largest files that an error message names
-_SAMPLE = 1_000
+_ARCHIVE, _HASH = "code.tar.gz", "hash"  # the files of a copy of the code
+MAX_MB = 200.0  # that are sent to workers which do not see the project
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +77,6 @@ class CodePackage:
     def names(self) -> list[str]:
         """The paths below the folder, sorted."""
         return sorted(self.sizes)
-
-    @cached_property
-    def sample(self) -> list[str]:
-        """Up to 1,000 files that were changed last, by which a worker recognizes the folder.
-
-        A project folder may contain data sets: comparing all files would take too long.
-        """
-
-        def changed_ns(name: str) -> int:
-            with suppress(OSError):
-                return os.lstat(self.folder / name).st_mtime_ns
-            return 0
-
-        return self.names if len(self.names) <= _SAMPLE else heapq.nlargest(_SAMPLE, self.names, key=changed_ns)
 
     @cached_property
     def size_bytes(self) -> int:
@@ -109,30 +106,28 @@ class CodePackage:
 
         It is made once: all hosts get the same files. Raises UsageError if a file cannot be read.
         """
-        buffer, whole = io.BytesIO(), sha256()
-        with (
-            gzip.GzipFile("", "wb", compresslevel=1, fileobj=buffer, mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w") as archive,
-        ):
-            for name in self.names:
-                path, info = self.folder / name, tarfile.TarInfo(name)
-                try:
-                    mode = path.lstat().st_mode
-                    is_link = stat.S_ISLNK(mode)
-                    data = os.fsencode(link_target(path)) if is_link else path.read_bytes()
-                except OSError as error:
-                    raise UsageError(
-                        f"cannot read {path}, which would be uploaded to the workers: {error.strerror}"
-                    ) from error
-                kind = "link" if is_link else kind_of(mode)
-                info.mode = 0o755 if kind == "program" else 0o644
-                if is_link:
-                    info.type, info.linkname = tarfile.SYMTYPE, os.fsdecode(data)
-                else:
-                    info.size = len(data)
-                archive.addfile(info, None if is_link else io.BytesIO(data))
-                whole.update(hash_line(kind, name, sha256(data).hexdigest()))
-        return buffer.getvalue(), whole.hexdigest()
+
+        def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+            """Leave out what differs between machines."""
+            info.mode = 0o755 if info.isreg() and info.mode & stat.S_IXUSR else 0o644
+            info.uid = info.gid = info.mtime = 0
+            info.uname = info.gname = ""
+            if info.issym():
+                info.linkname = link_target(self.folder / info.name)
+            return info
+
+        buffer = io.BytesIO()
+        try:
+            with (
+                gzip.GzipFile("", "wb", compresslevel=1, fileobj=buffer, mtime=0) as packed,
+                tarfile.open(fileobj=packed, mode="w") as archive,
+            ):
+                for name in self.names:
+                    archive.add(self.folder / name, name, recursive=False, filter=plain)
+            return buffer.getvalue(), content_hash(self.folder, self.names)
+        except OSError as error:
+            text = f"cannot read {error.filename}, which would be uploaded to the workers: {error.strerror}"
+            raise UsageError(text) from error
 
 
 def project_of(resolved: ResolvedConfig) -> Project | None:
@@ -214,14 +209,11 @@ def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
 
 
 def _stays_inside(folder: Path, name: str) -> bool:
-    """Return whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved.
-
-    A link that leads to itself leads nowhere.
-    """
+    """Return whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved."""
     path = folder / name
     written = Path(os.path.normpath(path.parent / link_target(path)))
-    real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop in Python 3.11 and 3.12
-    return written.is_relative_to(folder) and Path(real).is_relative_to(folder.resolve()) and not os.path.islink(real)
+    # Path.resolve raises RuntimeError for a loop in Python 3.11 and 3.12.
+    return written.is_relative_to(folder) and path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
 def _list_files(folder: Path, within: str = "") -> Iterator[str]:
@@ -258,3 +250,54 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return os.fsdecode(done.stdout) if done.returncode == 0 else None
+
+
+# --- the copies ---
+
+
+def upload_code(
+    workers: Workers,
+    places: Sequence[RankPlace],
+    package: CodePackage,
+    needed: Path,
+    max_mb: float,
+    tell: Callable[[str], None],
+) -> list[str]:
+    """Return, for each place, the folder of the project's copy on its host; "" if its worker sees the project itself.
+
+    A worker sees the project if the file `needed` is the same inode there. Raises ClusterError if the upload fails;
+    UsageError if the code exceeds `max_mb`, or lacks that file.
+    """
+    host_of = {place.slot.worker: place.hostname for place in places}
+    folders = dict.fromkeys(host_of, "")
+    names = [str(needed.relative_to(package.folder))]
+    try:
+        digest = inode_digest(package.folder, names)
+        seen = workers.ask([*host_of], driver_calls.sees_code, str(package.folder), names, digest)
+        if lacking := {worker: host for worker, host in host_of.items() if not seen[worker]}:
+            package.check(needed, max_mb)
+            archive, code = package.archive
+            hosts = ", ".join(dict.fromkeys(lacking.values()))
+            tell(f"uploading {len(package.names)} files of {package.folder} to host {hosts}")
+            with temp_folder("ddptrain-code-") as folder:
+                (folder / "code").mkdir()
+                (folder / "code" / _ARCHIVE).write_bytes(archive)
+                (folder / "code" / _HASH).write_text(code)
+                copies = workers.copy(lacking, folder / "code", (_ARCHIVE, _HASH), _HASH)
+            for copy in set(copies.values()):
+                having = [worker for worker in copies if copies[worker] == copy]
+                folders |= workers.ask(having, driver_calls.unpack_code, f"{copy}/{_ARCHIVE}", code)
+    except (ClusterError, OSError) as error:
+        raise ClusterError(f"could not upload the code: {error}") from error
+    return [folders[place.slot.worker] for place in places]
+
+
+def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
+    """Return `code` with all paths below `project` replaced by those in the copy `root`."""
+    return dataclasses.replace(
+        code,
+        content_hash=content_hash,
+        workdir=move_path(code.workdir, project, root),
+        script=move_path(code.script, project, root) if os.path.isabs(code.script) else code.script,
+        sys_path=tuple(move_path(entry, project, root) for entry in code.sys_path),
+    )

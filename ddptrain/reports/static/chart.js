@@ -1,5 +1,6 @@
 // One chart: uPlot, with values at the pointer, zoom by dragging (also on a touch screen), and control by keyboard.
 const COLOURS = 10;
+const STEPS = Array.from({ length: 33 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // between ticks
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 
 function html(name, attributes, text, parent) {
@@ -37,6 +38,16 @@ function nearest(values, wanted) {
     else high = middle;
   }
   return low > 0 && (low === values.length || wanted - values[low - 1] <= values[low] - wanted) ? low - 1 : low;
+}
+
+function logTicks(plot, axis, low, high) {
+  const decades = Math.log10(high / low);
+  const factors = decades < 1.5 ? [1, 1.5, 2, 3, 4, 5, 6, 8] : decades < 4 ? [1, 2, 5] : [1];
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += Math.ceil(decades / 8)) {
+    found.push(...factors.map((factor) => factor * 10 ** power).filter((tick) => tick >= low && tick <= high));
+  }
+  return found.length > 1 ? found : [low, high];
 }
 
 class Chart {
@@ -99,7 +110,7 @@ class Chart {
       legend: { show: false },
       padding: [8, 14, 0, 0],
       scales: { x: { time: false, range: () => this.zoom || this.range() }, y: { distr: this.log ? 3 : 1, range: padded } },
-      axes: [{ ...axis, grid: { show: false }, values, label: this.xLabel, labelSize: 16, labelFont: axis.font, size: 26 }, { ...axis, values, size: 62 }],
+      axes: [{ ...axis, grid: { show: false }, values, incrs: this.xLabel === "step" ? STEPS : undefined, label: this.xLabel, labelSize: 16, labelFont: axis.font, size: 26 }, { ...axis, values, size: 62, ...(this.log ? { splits: logTicks, filter: (plot, ticks) => ticks } : {}) }],
       series: [{}, ...drawn.map((line) => ({
         stroke: colour(`--c${line.colour % COLOURS}`),
         width: line.faint ? 1 : 1.7,
@@ -177,7 +188,9 @@ class Chart {
     if (event.ctrlKey || event.metaKey || event.altKey || !this.plot) return;
     const [first, last] = this.range();
     const [start, end] = this.zoom || [first, last];
-    const xs = this.lines.reduce((most, line) => (line.x.length > most.length ? line.x : most), this.lines[0].x);
+    const longest = this.lines.reduce((most, line) => (line.x.length > most.length ? line.x : most), this.lines[0].x);
+    const xs = longest.filter((x) => x >= start && x <= end);
+    if (!xs.length) return;
     const at = this.at >= start && this.at <= end ? this.at : start;
     const step = (by) => {
       const x = xs[Math.min(xs.length - 1, Math.max(0, nearest(xs, at) + by))];

@@ -34,6 +34,7 @@ class Curves {
     this.curves = curves;
     this.isSingle = runs.length === 1;
     this.section.hidden = !curves.length;
+    if (!curves.length) return;
     const groups = this.groups();
     const own = groups.filter((name) => !isOfSystem(name));
     this.options(this.form.elements.x, this.axes(), { step: "step", time: "time (s)", epoch: "epoch" });
@@ -123,7 +124,7 @@ class Curves {
       const lines = this.lines(name, axis);
       const panel = this.panel(name);
       panel.figure.hidden = false;
-      panel.chart.show(lines, { xLabel: axis === "time" ? "seconds" : axis, log: log.checked, weight: Number(weight.value), zoom: axis === x.value ? this.zoom : null });
+      panel.chart.show(lines, { xLabel: axis === "time" ? "seconds" : axis, log: log.checked && !isOfSystem(name), weight: Number(weight.value), zoom: axis === x.value ? this.zoom : null });
       panel.legend.replaceChildren(...(this.isSingle ? lines.slice(0, 24) : []).map((line) => {
         const item = html("span", { class: "choice" });
         html("i", { class: `key c${line.colour % COLOURS}${line.colour >= COLOURS ? " dashed" : ""}` }, "", item);

@@ -26,14 +26,18 @@ document.addEventListener("click", (event) => {
   sort(head.closest("table"));
 });
 
+const keyOf = (node) => node.dataset?.key || node.id || (node.nodeName === "DETAILS" ? node.firstElementChild.textContent : "");
+
 // Makes `now` like `wanted`, without touching what the user has opened, ticked, sorted or focused.
 function patch(now, wanted) {
   for (const { name, value } of [...wanted.attributes]) if (name !== "open" && now.getAttribute(name) !== value) now.setAttribute(name, value);
   for (const { name } of [...now.attributes]) if (!wanted.hasAttribute(name) && !["open", "hidden", "aria-sort"].includes(name)) now.removeAttribute(name);
-  const keyed = new Map([...now.children].filter((child) => child.dataset.key).map((child) => [child.dataset.key, child]));
-  const kept = [...wanted.childNodes].map((child, at) => {
-    const old = child.dataset?.key ? keyed.get(child.dataset.key) : now.childNodes[at];
-    if (!old || old.nodeName !== child.nodeName || (old.dataset?.key ?? "") !== (child.dataset?.key ?? "")) return child;
+  const keyed = new Map([...now.children].filter(keyOf).map((child) => [keyOf(child), child]));
+  const others = [...now.childNodes].filter((child) => !keyOf(child));
+  const kept = [...wanted.childNodes].map((child) => {
+    const at = others.findIndex((other) => other.nodeName === child.nodeName);
+    const old = keyOf(child) ? keyed.get(keyOf(child)) : at < 0 ? undefined : others.splice(at, 1)[0];
+    if (!old || old.nodeName !== child.nodeName) return child;
     if (child.nodeType === Node.TEXT_NODE && old.data !== child.data) old.data = child.data;
     if (child.nodeType === Node.ELEMENT_NODE && !("keep" in child.dataset) && !old.isEqualNode(child)) patch(old, child);
     return old;
@@ -80,6 +84,7 @@ async function follow() {
         document.querySelectorAll("table.sortable").forEach(sort);
         filter();
         if (curves && news.curves) curves.show(news);
+        contents();
       }
       if (news.ended) return;
     } catch (error) {
@@ -96,14 +101,18 @@ async function load() {
     data.curves.push(...news.curves.map((curve) => ({ ...curve, run })));
     if (run % 10 === 0 || run === data.runs.length - 1) curves.show(data);
   }
+  contents();
 }
 
-function openTarget() {
-  const target = location.hash && document.getElementById(location.hash.slice(1));
-  const details = target && target.closest("details");
-  if (!details) return;
-  details.open = true;
-  target.scrollIntoView();
+// The table of contents: the titles with an anchor.
+function contents() {
+  const titles = [...document.querySelectorAll("main :is(h2, h3)[id]")].filter((title) => title.offsetParent);
+  const links = titles.map((title) => {
+    const item = html("li");
+    html("a", { href: `#${title.id}` }, title.firstChild.textContent.trim(), item);
+    return item;
+  });
+  document.getElementById("contents").replaceChildren(...(links.length > 1 ? links : []));
 }
 
 let opened = [];
@@ -112,9 +121,8 @@ addEventListener("beforeprint", () => {
   opened.forEach((details) => (details.open = true));
 });
 addEventListener("afterprint", () => opened.forEach((details) => (details.open = false)));
-addEventListener("hashchange", openTarget);
 if (curves) curves.show(data);
 if (curves && data.runs[0].query) load();
 if (data.live) follow();
-openTarget();
+contents();
 filter();

@@ -181,8 +181,10 @@ def download_checkpoints(run: Store, folder: Path) -> None:
             shutil.rmtree(folder / CHECKPOINTS / name, ignore_errors=True)
 
 
-def download_model(run: Store, folder: Path, paths: Iterable[str], which: str = BEST) -> None:
+def download_model(run: Store, folder: Path, paths: Iterable[str], which: str = BEST) -> Path:
     """Download a checkpoint, unless the folder has it: best (or else the newest), latest, or a name such as step-100.
+
+    Return its folder.
 
     Raises RunNotFound if there is none; ResultsError, StoreError.
     """
@@ -207,6 +209,7 @@ def download_model(run: Store, folder: Path, paths: Iterable[str], which: str = 
         raise
     for pointer in (BEST, LATEST):
         write_file(folder / CHECKPOINTS / pointer, f"{name}\n".encode())
+    return folder / CHECKPOINTS / name
 
 
 def _fetch(run: Store, folder: Path, name: str, manifest: Manifest) -> None:

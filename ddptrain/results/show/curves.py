@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
-from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import AllSeries, Series, read_series
+from ddptrain.results.run import Run
 from ddptrain.results.system import PREFIX, read_system, system_series
 
 Points = tuple[list[float], list[float]]
@@ -54,26 +54,26 @@ class Plot:
     panels: tuple[Panel, ...]
 
 
-def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
+def plot_of(view: Run, metrics: Sequence[str] = ()) -> Plot:
     """Return the curves of these metrics; without `metrics` of all losses, or of everything logged if there is no loss.
 
     System metrics are called system/gpu_percent (of ranks) and system/host/cpu_percent (of hosts).
 
     Raises UsageError if the run has logged no such metric, or none at all.
     """
-    series = read_series(view.layout.metrics_jsonl)
+    series = read_series(view.metrics_jsonl)
     if any(name.startswith(PREFIX) for name in metrics):
-        series |= system_series(read_system(view.layout.system_jsonl))
+        series |= system_series(read_system(view.system_jsonl))
     return _plot(view, series, _chosen_names(view, sorted({name for name, _ in series}), metrics))
 
 
-def whole_plot(view: RunView) -> Plot:
+def whole_plot(view: Run) -> Plot:
     """Return the curves of every metric of the run; none if it has logged nothing. Raises ResultsError."""
-    series = read_series(view.layout.metrics_jsonl)
+    series = read_series(view.metrics_jsonl)
     return _plot(view, series, sorted({name for name, _ in series}))
 
 
-def _plot(view: RunView, series: AllSeries, names: Sequence[str]) -> Plot:
+def _plot(view: Run, series: AllSeries, names: Sequence[str]) -> Plot:
     series = {key: rank_series for key, rank_series in series.items() if key[0] in names}
     x_name = _x_name(list(series.values()))
     panels: dict[str, list[Curve]] = {}
@@ -83,7 +83,7 @@ def _plot(view: RunView, series: AllSeries, names: Sequence[str]) -> Plot:
     return Plot(view.run_id, view.status, x_name, drawn)
 
 
-def _chosen_names(view: RunView, known: list[str], wanted: Sequence[str]) -> list[str]:
+def _chosen_names(view: Run, known: list[str], wanted: Sequence[str]) -> list[str]:
     if not known:
         later = "; it is still running: try again later" if view.is_running else ""
         raise UsageError(f"run {view.run_id} has logged no metrics{later}")

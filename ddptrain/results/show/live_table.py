@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import Any
 
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import root_cause
 from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.render import event_sections
@@ -27,7 +27,7 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def run_table_html(view: RunView) -> str:
+def run_table_html(view: Run) -> str:
     """Return the table; texts of the run are escaped."""
     rows = "".join(
         f"<tr><th>{escape(clean_line(name))}</th><td>{escape(clean_line(text))}</td></tr>" for name, text in _rows(view)
@@ -35,7 +35,7 @@ def run_table_html(view: RunView) -> str:
     return f"<table>{rows}</table>"
 
 
-def _rows(view: RunView) -> Iterator[tuple[str, str]]:
+def _rows(view: Run) -> Iterator[tuple[str, str]]:
     record = view.record
     yield "run", view.run_id
     code = "" if record.exit_code is None or view.is_running else f" (exit code {record.exit_code})"
@@ -47,17 +47,17 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
         yield name, number(value)
     if record.best is not None:
         yield "best", f"{record.best.metric} {number(record.best.value)} at step {record.best.step}"
-    for title, lines in event_sections(view.layout.events_jsonl, _LAST_BYTES):
+    for title, lines in event_sections(view.events_jsonl, _LAST_BYTES):
         yield from ((title, f"{rank}: {text}") for rank, text in lines[-3:])
     if record.failure is not None:
         yield "end" if record.failure.is_order else "failure", root_cause(record.failure)
-    yield "directory", view.layout.where
+    yield "directory", view.where
 
 
 class LiveTable:
     """The table of a run with its progress and the last lines of output; `display` is that of IPython."""
 
-    def __init__(self, view: Callable[[], RunView], every_s: float) -> None:
+    def __init__(self, view: Callable[[], Run], every_s: float) -> None:
         self._view, self._every_s = view, every_s
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._next_s = 0.0

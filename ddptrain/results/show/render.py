@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
 from ddptrain.results.layout import TRACKING, RunLayout
-from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.metrics import LAST_BYTES, read_events
+from ddptrain.results.run import Run, time_text
 from ddptrain.results.run_record import (
     AttemptRecord,
     FailureRecord,
@@ -66,23 +66,23 @@ def run_table(runs: Sequence[RunFields], extra: Sequence[str] = ()) -> list[tupl
     return found
 
 
-def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
+def rows(views: Iterable[Run]) -> list[tuple[str, ...]]:
     """Return one row per run, with the columns of HEADER."""
     return [tuple(clean_line(cell) for cell in _row(view)) for view in views]
 
 
-def _row(view: RunView) -> tuple[str, ...]:
+def _row(view: Run) -> tuple[str, ...]:
     record = view.record
     ranks = str(record.world_size or "-")
     started, took = time_text(record.started_at) or "-", duration(view.duration_s)
     return (view.run_id, view.status_text, started, took, ranks, _result(view))
 
 
-def _result(view: RunView) -> str:
+def _result(view: Run) -> str:
     """Return the result of a run in a few words: why it failed, its best checkpoint, or its last loss."""
     record = view.record
     if view.problem:
-        return _short(view.problem.replace(str(view.layout.run_json), view.layout.run_json.name))
+        return _short(view.problem.replace(str(view.run_json), view.run_json.name))
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         return _short(rank + record.failure.summary)
@@ -104,7 +104,7 @@ def _eta(progress: ProgressRecord) -> str:
     return "" if progress.eta_s is None else f"ETA {duration(progress.eta_s)}"
 
 
-def _progress(view: RunView) -> str:
+def _progress(view: Run) -> str:
     """Return the progress of a running run, as "24 % of 12,500 images, ETA 3m 05s"."""
     progress = view.record.progress
     if progress is None or not view.is_running:
@@ -121,18 +121,18 @@ def _short(text: str) -> str:
     return line if len(line) <= _RESULT_WIDTH else line[: _RESULT_WIDTH - 3] + "..."
 
 
-def sections(view: RunView) -> list[Section]:
+def sections(view: Run) -> list[Section]:
     """Return everything about one run, as titled lists of names and values; empty ones are left out."""
     from ddptrain.results.system import read_system, use_lines  # 40 ms, as in the functions below: a list needs none
 
     record = view.record
-    files = view.layout.artifacts()
+    files = view.artifacts()
     best = record.best
     about = [
         ("status", view.status_text),
         ("problem", view.problem),
         ("exit code", "" if record.exit_code is None else str(record.exit_code)),
-        ("directory", view.layout.where),
+        ("directory", view.where),
         ("tags", " ".join(view.annotations.tags)),
         ("note", view.annotations.note),
         ("workload", record.workload),
@@ -143,8 +143,8 @@ def sections(view: RunView) -> list[Section]:
         ("driver", record.driver.description if record.driver.host else ""),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
         ("progress", _progress(view)),
-        ("driver's output", _path_of(view.layout, view.layout.driver_log)),
-        ("log for bug reports", _path_of(view.layout, view.layout.decision_log)),
+        ("driver's output", _path_of(view, view.driver_log)),
+        ("log for bug reports", _path_of(view, view.decision_log)),
         ("git", _git(view)),
         ("best", f"{best.metric} {number(best.value)} at step {best.step}" if best else ""),
         ("checkpoints", ", ".join(record.checkpoints)),
@@ -158,9 +158,9 @@ def sections(view: RunView) -> list[Section]:
         ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
         ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
-        *event_sections(view.layout.events_jsonl),
+        *event_sections(view.events_jsonl),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
-        ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),
+        ("use of hosts and GPUs", use_lines(read_system(view.system_jsonl))),
         ("last metrics", [(name, number(value)) for name, value in record.numbers.items()]),
         ("tracking", _tracking(view)),
         ("artifacts", _artifacts(files)),
@@ -185,11 +185,11 @@ def event_sections(path: Path, last_bytes: int = LAST_BYTES) -> list[Section]:
     return [(section, list(dict.fromkeys(lines))[-_MOST_MESSAGES:]) for section, lines in found.items()]
 
 
-def _git(view: RunView) -> str:
+def _git(view: Run) -> str:
     git = view.record.git
     if git is None or not git.dirty:
         return "" if git is None else git.commit
-    where = _path_of(view.layout, view.layout.git_diff)
+    where = _path_of(view, view.git_diff)
     return f"{git.commit} with changes{f': {where}' if where else ''}"
 
 
@@ -210,7 +210,7 @@ def _path_of(layout: RunLayout, path: Path) -> str:
     return layout.shown_path(path) if path.exists() else ""
 
 
-def _duration(view: RunView) -> str:
+def _duration(view: Run) -> str:
     total_s, earlier_s = view.duration_s, view.record.earlier_s
     last = f", {duration(max(0.0, total_s - earlier_s))} of it since it was resumed" if total_s and earlier_s else ""
     return duration(total_s) + last
@@ -245,19 +245,19 @@ def _below_run(run_id: str, folder: str) -> str:
     return f"{TRACKING}/{rest}" if found else folder
 
 
-def _tracking(view: RunView) -> list[tuple[str, str]]:
+def _tracking(view: Run) -> list[tuple[str, str]]:
     """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
     lines = []
     seen = set()
-    for tracker, outputs in tracker_outputs(view.layout, view.record).items():
+    for tracker, outputs in tracker_outputs(view, view.record).items():
         url = outputs.get("url")
         if url in seen:
             continue  # several ranks share a tracker's run
         seen |= {url} - {None}
         place = " ".join(filter(None, (outputs.get("mode"), _below_run(view.run_id, outputs.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(outputs.values())))
-    if not view.is_running and unsent_parts(wandb_parts(view.layout, view.record)):
-        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view.layout)}"))
+    if not view.is_running and unsent_parts(wandb_parts(view, view.record)):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view)}"))
     return lines
 
 

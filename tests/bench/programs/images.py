@@ -28,8 +28,8 @@ def from_s3(source: str, options: dict[str, Any]) -> Iterator[int]:
     import torch
 
     from ddptrain.rank.loader import make_loader
-    from ddptrain.workloads.images.manifest import Manifest
     from ddptrain.workloads.images.batches import Images
+    from ddptrain.workloads.images.manifest import Manifest
     from ddptrain.workloads.images.params import ImagesParams
 
     params: dict[str, Any] = {"source": source, "source_options": options, "train_pct": 1.0, "image_size": SIZE}

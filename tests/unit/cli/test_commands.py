@@ -122,7 +122,7 @@ def put(runs: Path, name: str, status: str, started: str) -> None:
 def put_sweep(runs: Path, name: str, started: str) -> None:
     put(runs / name, f"{name}-0000", "succeeded", started)
     (runs / name / "run.json").write_text(json.dumps({"run_id": name, "kind": "sweep", "status": "succeeded"}))
-    trial = TrialRecord(0, {}, TrialState.COMPLETE, 1.0, [1.0], run_ids=[f"{name}-0000"])
+    trial = TrialRecord(0, {}, TrialState.COMPLETE, 1.0, run_ids=[f"{name}-0000"])
     SweepRecord(name, "s", "s.yaml", started, trials=[trial]).save(runs / name)
 
 

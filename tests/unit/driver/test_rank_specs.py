@@ -15,6 +15,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
 from ddptrain.driver import ranks as rank_place
 from ddptrain.driver.ranks import RankPlace, rank_places
+from ddptrain.driver.transfer.code_package import move_code
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import Code, Placement, ProcessGroup
 
@@ -26,29 +27,14 @@ def load(folder: Path = Path("/project"), **config: Any) -> ResolvedConfig:
 
 
 def places(*hosts: str, gpus: bool = True) -> list[RankPlace]:
-    """Ranks 0, 1, ... on these hosts; each host's ranks are numbered from 0, and use its GPUs in reverse order."""
-    found = []
-    for rank, host in enumerate(hosts):
-        local, size = hosts[:rank].count(host), hosts.count(host)
-        slot = Slot(f"tcp://{host}", host, local, gpus, True)
-        node = list(dict.fromkeys(hosts)).index(host)
-        gpu = f"GPU-{host}-{size - 1 - local}" if gpus else ""
-        found.append(RankPlace(rank, local, size, node, slot, host, Path("/scratch"), False, gpu))
-    return found
-
-
-def test_placement_counts_ranks_and_hosts_and_lists_the_gpus_of_its_host() -> None:
-    three = places("a", "a", "b")
-    assert rank_specs.all_placements(three, use_gpu=True)[1] == Placement(
-        3, 1, 2, 0, 1, hosts=2, local_gpus=("GPU-a-1", "GPU-a-0"), use_gpu=True, shared=False
-    )
-    assert rank_specs.all_placements(three, use_gpu=True)[2].local_gpus == ("GPU-b-0",)
-    assert rank_specs.all_placements(three, use_gpu=False)[1].local_gpus == ()
-
-
-def test_gpus_of_a_host_are_listed_only_if_each_of_its_ranks_has_one() -> None:
-    mixed = [*places("a"), *places("a", gpus=False)]
-    assert rank_specs.all_placements(mixed, use_gpu=True)[0].local_gpus == ()
+    """Ranks 0, 1, ... on these hosts."""
+    slots = [Slot(f"tcp://{host}", host, hosts[:rank].count(host), gpus, True) for rank, host in enumerate(hosts)]
+    devices = {f"tcp://{host}": ",".join(f"GPU-{host}-{number}" for number in range(9)) for host in hosts}
+    about = {
+        worker: {"gpus": of_host if gpus else "", "hostname": worker[6:], "scratch": "/scratch"}
+        for worker, of_host in devices.items()
+    }
+    return rank_places(slots, about, dict.fromkeys(about, False))
 
 
 @pytest.mark.parametrize(
@@ -115,11 +101,11 @@ def test_script_goes_along_as_it_was_typed(tmp_path: Path) -> None:
 
 def test_copied_code_has_the_paths_of_the_copy_and_leaves_other_paths_alone() -> None:
     code = Code("m:f", "/home/p/sub", script="/home/p/t.py", sys_path=("/home/p", "/opt/lib"))
-    moved = rank_specs.move_code(code, Path("/home/p"), "/cache/1", "1")
+    moved = move_code(code, Path("/home/p"), "/cache/1", "1")
     assert moved == Code(
         "m:f", "/cache/1/sub", script="/cache/1/t.py", sys_path=("/cache/1", "/opt/lib"), content_hash="1"
     )
-    relative = rank_specs.move_code(Code("m:f", "/home/p", script="t.py"), Path("/home/p"), "/cache/1", "1")
+    relative = move_code(Code("m:f", "/home/p", script="t.py"), Path("/home/p"), "/cache/1", "1")
     assert relative.script == "t.py"
 
 
@@ -151,8 +137,9 @@ def test_ranks_are_numbered_by_slot_and_hosts_by_their_first_rank() -> None:
     slots = [Slot("w", "10.0.0.1", 1, True, True), Slot("v", "127.0.0.1", 0, False, True)]
     slots.append(Slot("w", "10.0.0.1", 2, True, True))
     first, second, third = rank_places(slots, about, {"w": False, "v": True})
-    assert first == RankPlace(0, 0, 2, 0, slots[0], "host-w", Path("/w"), False, "GPU-b")
-    assert second == RankPlace(1, 0, 1, 1, slots[1], "host-v", Path("/v"), True, "")
-    assert third == RankPlace(2, 1, 2, 0, slots[2], "host-w", Path("/w"), False, "")
-    assert not first.same_files
+    assert first.placement == Placement(3, 0, 2, 0, 1, hosts=2, shared=False)
+    assert second.placement == Placement(3, 0, 1, 1, 0, hosts=2, shared=True)
+    assert third.placement == Placement(3, 1, 2, 0, 2, hosts=2, shared=False)
+    assert [place.gpu for place in (first, second, third)] == ["GPU-b", "", ""]
     assert [place.host for place in (first, second)] == ["host-w (10.0.0.1)", "host-v"]
+    assert places("a", "a", "b")[1].placement.local_gpus == ("GPU-a-0", "GPU-a-1")

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.driver.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
@@ -26,7 +26,7 @@ class Heard:
         if event["event"] in ("status", "notice", "message"):
             self.lines.append(event["message"])
 
-    def on_end(self, run: RunView) -> None:
+    def on_end(self, run: Run) -> None:
         pass
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -44,15 +43,6 @@ def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -
     clock.now = 1060.0
     with pytest.raises(ClusterError, match=r"4 slots are needed, but 1 of 4 are free after 60 s, held by r-9"):
         queue.wait(refusal(1, 4))
-
-
-def test_place_in_the_queue_and_holders_are_named_if_there_are_any(clock: Clock) -> None:
-    queue, shown = waiting()
-    queue.wait(refusal(1, 4))
-    clock.now = 1030.0
-    queue.wait(dataclasses.replace(refusal(1, 4), place=0))
-    queue.wait(dataclasses.replace(refusal(1, 4), place=0, holders=()))
-    assert shown == ["waiting for 4 slots, 1 of 4 are free, held by r-9", "waiting for 4 slots, 1 of 4 are free"]
 
 
 def test_workers_are_waited_for_as_long_as_start_timeout_s(clock: Clock) -> None:
@@ -138,15 +128,6 @@ def test_range_of_ranks_that_does_not_wait_ends_when_its_offer_is_refused(clock:
         queue.wait(replace(refusal(3, 4), asked=3))
 
 
-@pytest.mark.parametrize(("free", "asked_next"), [(1, 4), (2, 2), (3, 3)])
-def test_after_the_time_to_gather_slots_the_least_number_suffices(clock: Clock, free: int, asked_next: int) -> None:
-    queue, _ = waiting(replace(WISH, least=2, gather_s=10.0))
-    clock.now = 1009.9
-    assert queue.wait(refusal(free, 4)) == 4
-    clock.now = 1010.0
-    assert queue.wait(refusal(free, 4)) == asked_next
-
-
 @pytest.mark.parametrize(
     ("cluster", "of_machine", "expected"),
     [
@@ -174,21 +155,6 @@ def test_slots_are_requested_as_the_configuration_says(
     assert request_for(config, of_machine) == expected
 
 
-def test_wait_is_shown_after_a_second_and_asks_less_often_after_five(clock: Clock) -> None:
-    queue, shown = waiting()
-    clock.now = 1001.0
-    queue.wait(refusal(1, 4))
-    assert shown == [] and clock.now == pytest.approx(1001.01)
-    queue.wait(refusal(1, 4))
-    assert len(shown) == 1
-    clock.now = 1004.99
-    queue.wait(refusal(1, 4))
-    assert clock.now == pytest.approx(1005.0)
-    clock.now = 1005.0
-    queue.wait(refusal(1, 4))
-    assert clock.now == pytest.approx(1005.2)
-
-
 def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_other_limits(clock: Clock) -> None:
     queue, _ = waiting(replace(WISH, least=2, wait_s=5.0, start_timeout_s=5.0, gather_s=10.0))
     clock.now = 1009.9
@@ -211,24 +177,6 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             ),
         ),
         (
-            replace(WISH, gpus_only=True, start_timeout_s=0.0),
-            Refusal(4, 3, 3, 0, (), {"a": 2, "b": 1}, 5),
-            "",
-            (
-                "4 slots with a GPU are needed, but only 3 joined within 0 s (2 on a, 1 on b). "
-                "Ask for fewer with --ranks, or start more workers\nTraceback"
-            ),
-        ),
-        (
-            replace(WISH, start_timeout_s=0.0),
-            Refusal(2, 0, 0, 0, (), {}, 0),
-            "dev",
-            (
-                "2 slots are needed, but none joined within 0 s. Start it anew with more: "
-                "ddptrain cluster down dev, then ddptrain cluster up --name dev --ranks 2\nTraceback"
-            ),
-        ),
-        (
             replace(WISH, wait_s=0.0),
             Refusal(2, 2, 4, 0, ("r-8", "r-9"), {}, 4),
             "",
@@ -246,10 +194,3 @@ def test_error_says_what_is_missing_and_what_to_do(
     with pytest.raises(ClusterError) as raised:
         queue.wait(refused)
     assert str(raised.value) == text
-
-
-def test_wait_that_was_in_line_advises_a_longer_one(clock: Clock) -> None:
-    queue, _ = waiting()
-    clock.now = 1060.0
-    with pytest.raises(ClusterError, match=r"held by r-9\. Wait longer with cluster\.wait_s, or ask"):
-        queue.wait(refusal(1, 4))

@@ -84,7 +84,10 @@ def exits(inbox: Inbox, count: int) -> dict[int, RankExit]:
 def test_ranks_start_in_their_slots_and_their_files_can_be_read(dask: DaskBench) -> None:
     with dask.driver(workers=1) as driver, opened(driver) as workers:
         places = reserved(workers)
-        assert [(place.rank, place.local_rank, place.shared) for place in places] == [(0, 0, True), (1, 1, True)]
+        assert [(place.rank, place.placement.local_rank, place.shared) for place in places] == [
+            (0, 0, True),
+            (1, 1, True),
+        ]
         started(workers, places, "say('line')")
         assert received(workers.inbox, News).store_port > 0
         assert {ended.status for ended in exits(workers.inbox, 2).values()} == {0}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunRecord
 
 TRACE = """Traceback (most recent call last):
@@ -28,7 +28,7 @@ def run(
     logs: Mapping[int, str] = {},
     curves: Mapping[str, Sequence[float]] = {},  # by step from 0 on, of rank 0
     **record: Any,
-) -> RunView:
+) -> Run:
     """Write a run directory `toy-1` in the folder."""
     layout = RunLayout(folder / "toy-1")
     layout.logs_dir.mkdir(parents=True)
@@ -51,10 +51,10 @@ def run(
         "world_size": len(exits),
         "attempts": (AttemptRecord(ranks=ranks),),
     }
-    return RunView(layout, RunRecord(run_id="toy-1", status=status, **{**given, **record}))
+    return Run(layout.root, RunRecord(run_id="toy-1", status=status, **{**given, **record}))
 
 
-def failed_run(folder: Path, **given: Any) -> RunView:
+def failed_run(folder: Path, **given: Any) -> Run:
     """Write a run whose rank 1 failed at train.py:4; rank 0 was stopped, rank 2 is a victim."""
     (folder / "train.py").write_text("\n" * 20)
     fault = {"event": "fault", "rank": 1, "kind": "exception", "message": "ValueError: wrong shape", "victim": False}

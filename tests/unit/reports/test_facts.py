@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from ddptrain import ci
 from ddptrain.errors import Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.facts import Facts, RankResult, RunReport, line_of_problem, rank_results
+from ddptrain.reports.facts import RankResult, RunReport, line_of_problem, rank_results
 from ddptrain.results.run_record import CodeRecord, FailureRecord
 from tests.unit.reports.runs import failed_run, run
 
@@ -41,9 +42,9 @@ def test_victim_that_is_the_root_cause_failed(tmp_path: Path) -> None:
 def test_exit_codes_count_where_events_are_missing_or_damaged(tmp_path: Path) -> None:
     view = run(tmp_path, "failed", (3, 0, None), failure=FailureRecord(message="a worker is lost"))
     for text in ("", '{"time_s" fault', '{"time_s":1,"event":"fault"}\n{"time_s":1,"event":["fault"]}\n[]\n'):
-        view.layout.events_jsonl.write_text(text)
+        view.events_jsonl.write_text(text)
         assert [each.outcome for each in rank_results(view)] == ["failed", "passed", "stopped"]
-    view.layout.events_jsonl.unlink()
+    view.events_jsonl.unlink()
     assert rank_results(view)[0] == RankResult(0, "node-1", "failed", "exit code 3")
 
 
@@ -73,8 +74,8 @@ def found(workspace: Path, *frames: str, code: CodeRecord | None = None, indent:
     trace = "".join(f"{indent}File {frame}, in main\n{indent}  call()\n" for frame in frames)
     text = f"Traceback (most recent call last):\n{trace}ValueError: 'File \"/x\", line 1'\n"
     view = run(workspace.parent / "runs", "failed", failure=FailureRecord(traceback=text), code=code)
-    shutil.rmtree(view.layout.root.parent)
-    return str(Facts(RunReport.of_run(view), workspace).source)
+    shutil.rmtree(view.root.parent)
+    return str(replace(RunReport.of_run(view), workspace=workspace).source)
 
 
 def test_last_frame_of_the_workspace_counts(workspace: Path) -> None:

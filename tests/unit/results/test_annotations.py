@@ -12,10 +12,9 @@ from ddptrain.results.annotations import (
     Annotations,
     checked_note,
     edit_folder,
-    read_annotations,
     tag_changes,
 )
-from ddptrain.results.layout import Origin
+from ddptrain.results.run import Run
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_changes_at_once_all_count(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(add, range(24)))
-    assert sorted(read_annotations(tmp_path).tags) == sorted(f"t{number}" for number in range(24))
+    assert sorted(Run(tmp_path).annotations.tags) == sorted(f"t{number}" for number in range(24))
     assert {path.name for path in tmp_path.iterdir()} == {FILE, f".{FILE}.lock"}
 
 
@@ -72,12 +71,6 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / FILE).symlink_to(tmp_path / "other")
-    assert read_annotations(run) == Annotations()
+    assert Run(run).annotations == Annotations()
     edit_folder(run, lambda before: before.with_tags(["a"]))
     assert not (run / FILE).is_symlink() and (tmp_path / "other").read_text() == '{"tags": ["secret"]}'
-
-
-def test_a_copy_of_a_stored_run_names_its_address(tmp_path: Path) -> None:
-    Origin("s3://bucket/runs/a").mark(tmp_path)
-    with pytest.raises(UsageError, match="give the run's address, s3://bucket/runs/a"):
-        edit_folder(tmp_path, lambda before: before)

@@ -10,30 +10,30 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.results.compare import compare_runs, comparison_text, find_differences
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, BestRecord, CodeRecord, GitRecord, RankRecord, RunRecord
 
 Rows = list[tuple[int, dict[str, float | None]]]
 
 
-def put(folder: Path, run_id: str, rows: Rows, **fields: Any) -> RunView:
+def put(folder: Path, run_id: str, rows: Rows, **fields: Any) -> Run:
     layout = RunLayout(folder / run_id)
     layout.root.mkdir()
     lines = [json.dumps({"time_s": step, "step": step, "rank": 0, **values}) for step, values in rows]
     layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
     last = {name: value for _, values in rows for name, value in values.items()}
     record = RunRecord(run_id=run_id, status="succeeded", started_at="2025-01-01T00:00:00Z", last_metrics=last)
-    return RunView(layout, dataclasses.replace(record, **fields))
+    return Run(layout.root, dataclasses.replace(record, **fields))
 
 
 @pytest.fixture
-def views(tmp_path: Path) -> list[RunView]:
+def views(tmp_path: Path) -> list[Run]:
     one: Rows = [(1, {"val/loss": 3.0, "val/acc": 0.2}), (2, {"val/loss": 2.0, "val/acc": 0.5}), (3, {"val/loss": 2.5})]
     two: Rows = [(1, {"val/loss": 4.0, "val/acc": 0.1, "lr": 0.1}), (2, {"val/loss": 1.0, "val/acc": 0.4, "lr": 0.2})]
     return [put(tmp_path, "a-1", one, params={"layers": 1}), put(tmp_path, "b-1", two, params={"layers": 2})]
 
 
-def test_last_and_best_values_with_the_winner(views: list[RunView]) -> None:
+def test_last_and_best_values_with_the_winner(views: list[Run]) -> None:
     found = {each.name: each for each in compare_runs(views).metrics}
     loss, accuracy, rate = found["val/loss"], found["val/acc"], found["lr"]
     assert (loss.goal, loss.last, loss.best, loss.winner) == ("min", (2.5, 1.0), (2.0, 1.0), 1)
@@ -51,7 +51,7 @@ def test_the_mode_of_the_checkpoint_metric_decides(tmp_path: Path) -> None:
     assert (metric.goal, metric.best, metric.winner) == ("max", (1.5, 1.0), 0)
 
 
-def test_curves_of_the_losses_or_of_chosen_metrics(views: list[RunView]) -> None:
+def test_curves_of_the_losses_or_of_chosen_metrics(views: list[Run]) -> None:
     (panel,) = compare_runs(views).plot.panels
     assert panel.quantity == "val/loss"
     assert [(curve.name, curve.main) for curve in panel.curves] == [
@@ -63,7 +63,7 @@ def test_curves_of_the_losses_or_of_chosen_metrics(views: list[RunView]) -> None
     assert [[curve.name for curve in panel.curves] for panel in plot.panels] == [["B b-1"], ["A a-1", "B b-1"]]
 
 
-def test_wrong_input(views: list[RunView]) -> None:
+def test_wrong_input(views: list[Run]) -> None:
     with pytest.raises(UsageError, match=r"at least two different runs to compare, not only \w+"):
         compare_runs([views[0], views[0]])
     with pytest.raises(UsageError, match='none of the runs has logged "val/los"; did you mean val/loss'):
@@ -76,7 +76,7 @@ def test_runs_without_metrics_are_compared(tmp_path: Path) -> None:
     assert "params  A  B\n  x     a  b" in comparison_text(found)
 
 
-def test_json_has_everything(views: list[RunView]) -> None:
+def test_json_has_everything(views: list[Run]) -> None:
     data = compare_runs(views).as_dict()
     loss = next(each for each in data["metrics"] if each["name"] == "val/loss")
     assert loss["best_difference"] == (0.0, -1.0) and loss["winner"] == "b-1"
@@ -111,16 +111,16 @@ def test_best_metric_of_a_checkpoint_is_compared_even_if_nobody_logged_it(tmp_pa
 
 
 def test_axis_is_one_that_all_runs_have(tmp_path: Path) -> None:
-    def logged(run_id: str, *positions: dict[str, float]) -> RunView:
+    def logged(run_id: str, *positions: dict[str, float]) -> Run:
         view = put(tmp_path, run_id, [])
         lines = [json.dumps({"time_s": 1, "rank": 0, "loss": 1.0, **position}) for position in positions]
-        view.layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
+        view.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
         return view
 
     by_step, by_epoch = logged("s", {"step": 3}, {"step": 5}), logged("e", {"epoch": 1}, {"epoch": 2})
     both, none = logged("b", {"step": 3, "epoch": 1}), logged("n", {}, {})
 
-    def drawn(*views: RunView, axis: Literal["step", "epoch"] | None = None) -> tuple[str, list[list[float]]]:
+    def drawn(*views: Run, axis: Literal["step", "epoch"] | None = None) -> tuple[str, list[list[float]]]:
         plot = compare_runs(views, axis).plot
         return plot.x_name, [curve.main[0] for curve in plot.panels[0].curves]
 
@@ -132,13 +132,13 @@ def test_axis_is_one_that_all_runs_have(tmp_path: Path) -> None:
         drawn(both, none, axis="epoch")
 
 
-def put_inputs(folder: Path, run_id: str, config: str = "", manifest: str = "", **fields: Any) -> RunView:
+def put_inputs(folder: Path, run_id: str, config: str = "", manifest: str = "", **fields: Any) -> Run:
     layout = RunLayout(folder / run_id)
     layout.inputs_dir.mkdir(parents=True)
     layout.config_yaml.write_text(config)
     if manifest:
         (layout.inputs_dir / "manifest.json").write_text(manifest)
-    return RunView(layout, dataclasses.replace(RunRecord(run_id=run_id, status="succeeded"), **fields))
+    return Run(layout.root, dataclasses.replace(RunRecord(run_id=run_id, status="succeeded"), **fields))
 
 
 def test_only_what_differs_is_found(tmp_path: Path) -> None:

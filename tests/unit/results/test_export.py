@@ -11,20 +11,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddptrain.errors import UsageError
 from ddptrain.results.export import export_tables, export_tensorboard
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
 
 
-def put(folder: Path, run_id: str, *lines: dict[str, Any], **fields: Any) -> RunView:
+def put(folder: Path, run_id: str, *lines: dict[str, Any], **fields: Any) -> Run:
     layout = RunLayout(folder / run_id)
     layout.root.mkdir()
     texts = [json.dumps({"time_s": 1.5, "rank": 0, "attempt": 1, **line}) for line in lines]
     layout.metrics_jsonl.write_text("".join(f"{text}\n" for text in texts))
-    return RunView(layout, RunRecord(run_id=run_id, name="n", status="succeeded", **fields))
+    return Run(layout.root, RunRecord(run_id=run_id, name="n", status="succeeded", **fields))
 
 
 @pytest.fixture
-def views(tmp_path: Path) -> list[RunView]:
+def views(tmp_path: Path) -> list[Run]:
     one = put(
         tmp_path,
         "a",
@@ -35,7 +35,7 @@ def views(tmp_path: Path) -> list[RunView]:
         params={"layers": 2, "deep": {"on": True}, "sizes": [1, 2], "huge": 10**30},
     )
     other = put(tmp_path, "b", {"step": 1, "rank": 1, "lr": 0.5, "name": 7}, params={"layers": 3, "text": "=1+1"})
-    (other.layout.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "two\\nlines"}')
+    (other.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "two\\nlines"}')
     return [one, other]
 
 
@@ -44,7 +44,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_csv(views: list[RunView], tmp_path: Path) -> None:
+def test_csv(views: list[Run], tmp_path: Path) -> None:
     paths = export_tables(views, tmp_path / "new" / "out")
     assert [path.name for path in paths] == ["metrics.csv", "runs.csv"]
     first, second, third = read(paths[0])
@@ -69,7 +69,7 @@ def test_csv(views: list[RunView], tmp_path: Path) -> None:
     assert other["params.text"] == "'=1+1"  # no formula for a spreadsheet
 
 
-def test_a_file_gets_the_metrics_alone(views: list[RunView], tmp_path: Path) -> None:
+def test_a_file_gets_the_metrics_alone(views: list[Run], tmp_path: Path) -> None:
     assert export_tables(views, tmp_path / "m.csv") == [tmp_path / "m.csv"]
     assert len(read(tmp_path / "m.csv")) == 3
 
@@ -84,7 +84,7 @@ def test_values_of_a_repeated_step_are_left_out(tmp_path: Path) -> None:
     assert [row["loss"] for row in read(tmp_path / "m.csv")] == ["11.0", "22.0"]
 
 
-def test_what_cannot_be_written_is_one_line(views: list[RunView], tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_one_line(views: list[Run], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot write .*file/metrics.csv: .*; choose another place with -o"):
         export_tables(views, tmp_path / "file")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import (
-    Origin,
     RunLayout,
     safe_relative,
     valid_run_id,
@@ -68,25 +67,6 @@ def test_artifacts_are_listed_without_links_and_half_files(tmp_path: Path) -> No
     (layout.artifacts_dir / ".incoming-00").touch()
     (layout.artifacts_dir / "link").symlink_to("/etc/passwd")
     assert layout.artifacts() == {"a.txt": 1, "deep/b.bin": 2}
-
-
-def test_copy_of_a_stored_run_knows_the_files_that_it_lacks(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    for name in ("logs/rank-3.log", "artifacts/b"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_bytes(b"1")
-    files = {
-        "logs/rank-10.log": 9,
-        "logs/rank-3.log": 9,
-        "logs/ddptrain.log": 1,
-        "artifacts/deep/a": 5,
-        "artifacts/b": 7,
-    }
-    Origin("s3://bucket/r", files={**files, "artifacts/.incoming-x": 1, "artifacts/d/.incoming-y": 1}).mark(tmp_path)
-    assert layout.logs() == {3: tmp_path / "logs/rank-3.log", 10: tmp_path / "logs/rank-10.log"}
-    assert list(layout.artifacts().items()) == [("b", 7), ("deep/a", 5)]
-    assert (layout.is_original, layout.where) == (False, "s3://bucket/r")
-    assert layout.shown_path(tmp_path / "logs/x") == "s3://bucket/r/logs/x"
 
 
 # --- What trackers have created: links of runs that were sent later, parts in other folders, and names for ---

@@ -11,17 +11,10 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import (
-    DRIVER_GONE,
-    RunView,
-    find_checkpoint,
-    find_run,
-    list_runs,
-    load_run,
-    newest_trained,
-)
+from ddptrain.results.run import DRIVER_GONE, Run, newest_trained
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns
 
 Driver = Callable[[str], subprocess.Popen[str]]
 
@@ -39,20 +32,20 @@ def test_a_run_is_found_by_id_prefix_latest_and_path(tmp_path: Path, monkeypatch
     runs = tmp_path / "runs"
     old, new = put(runs, "pets-1"), put(runs, "dogs-1", "2025-02-01T00:00:00.000Z")
     put(runs, "pets-11", "2024-01-01T00:00:00.000Z")
-    assert find_run(runs, "pets-1") == old
-    assert find_run(runs, "dog") == new
-    assert find_run(runs, "latest") == new
-    assert find_run(tmp_path, str(old)) == old
+    assert LocalRuns(runs).find("pets-1").root == old
+    assert LocalRuns(runs).find("dog").root == new
+    assert LocalRuns(runs).find("latest").root == new
+    assert LocalRuns(tmp_path).find(str(old)).root == old
     monkeypatch.chdir(old)
-    assert find_run(tmp_path, ".") == old
-    assert find_run(tmp_path, "../dogs-1/") == new
+    assert LocalRuns(tmp_path).find(".").root == old
+    assert LocalRuns(tmp_path).find("../dogs-1/").root == new
 
 
 def test_an_ambiguous_prefix_names_the_candidates(tmp_path: Path) -> None:
     put(tmp_path, "pets-1")
     put(tmp_path, "pets-2")
     with pytest.raises(RunNotFound, match='"pets" matches 2 runs: pets-1, pets-2; give more'):
-        find_run(tmp_path, "pets")
+        LocalRuns(tmp_path).find("pets")
 
 
 @pytest.mark.parametrize(
@@ -66,20 +59,20 @@ def test_an_ambiguous_prefix_names_the_candidates(tmp_path: Path) -> None:
 )
 def test_the_name_of_a_sweep_in_place_of_a_run_is_met_with_its_trials(tmp_path: Path, name: str, message: str) -> None:
     for sweep in ("pets", "begun"):
-        (tmp_path / sweep).mkdir()
+        put(tmp_path, sweep)
         (tmp_path / sweep / "sweep.json").write_text("{}")
     put(tmp_path / "pets", "pets-0000")
     put(tmp_path / "pets", "pets-0001")
     put(tmp_path, "other")
     with pytest.raises(RunNotFound) as caught:
-        find_run(tmp_path, name)
+        LocalRuns(tmp_path).find(name)
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("run", ["latest", "x", "", "..", "/nowhere", "a/b", "a\0b", "x" * 5000])
 def test_with_no_runs_nothing_is_found(tmp_path: Path, run: str) -> None:
     with pytest.raises(RunNotFound) as missed:
-        find_run(tmp_path / "runs", run)
+        LocalRuns(tmp_path / "runs").find(run)
     assert missed.value.exit_code == 2
 
 
@@ -89,17 +82,17 @@ def test_runs_are_listed_newest_first_and_other_folders_are_not(tmp_path: Path) 
     put(tmp_path, "c", "2025-01-02T00:00:00+00:00")
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").touch()
-    assert [view.run_id for view in list_runs(tmp_path)] == ["b", "c", "a"]
-    assert list_runs(tmp_path / "missing") == []
+    assert [view.run_id for view in LocalRuns(tmp_path).list()] == ["b", "c", "a"]
+    assert LocalRuns(tmp_path / "missing").list() == []
     with pytest.raises(UsageError, match="cannot list"):
-        list_runs(tmp_path / "file")
+        LocalRuns(tmp_path / "file").list()
 
 
 def test_record_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "big").mkdir()
     with (tmp_path / "big" / "run.json").open("wb") as file:
         file.truncate(1 << 40)  # without taking room on the disk
-    view = load_run(tmp_path / "big")
+    view = Run(tmp_path / "big")
     assert view.status == "unreadable"
     assert "File too large" in view.problem
 
@@ -109,7 +102,7 @@ def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> Non
     put(tmp_path, "good")
     damaged = put(tmp_path, "bad-20250601-120000-00ff")
     RunLayout(damaged).run_json.write_text(text)
-    bad, good = list_runs(tmp_path)
+    bad, good = LocalRuns(tmp_path).list()
     assert (bad.run_id, bad.status, good.status) == ("bad-20250601-120000-00ff", "unreadable", "succeeded")
     assert "run.json" in bad.problem
     assert bad.record.started_at.startswith("2025-06-01T12:00:00")
@@ -119,7 +112,7 @@ def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> Non
 def test_name_in_the_record_that_leads_elsewhere_makes_the_run_unreadable(tmp_path: Path, run_id: str) -> None:
     folder = put(tmp_path, "bad-1")
     RunLayout(folder).run_json.write_text(RunRecord(run_id=run_id, status="succeeded").to_json())
-    view = load_run(folder)
+    view = Run(folder)
     assert (view.run_id, view.status) == ("bad-1", "unreadable") and "cannot be the name of a run" in view.problem
 
 
@@ -129,7 +122,7 @@ def test_a_run_whose_driver_was_killed_has_failed(tmp_path: Path, driver: Driver
     process.wait()
     root = tmp_path / "runs" / "a-run"
     before = RunLayout(root).run_json.read_bytes()
-    view = load_run(root)
+    view = Run(root)
     assert (view.status, view.record.exit_code) == ("failed", None)
     assert view.record.failure is not None and view.record.failure.message == DRIVER_GONE
     assert view.record.ended_at is not None and view.record.ended_at >= view.record.started_at[:19]
@@ -142,13 +135,13 @@ def test_a_checkpoint_is_found_by_pointer_and_by_name(
 ) -> None:
     for step, loss in ((9, 1.0), (10, 2.0)):
         writer.adopt_checkpoint(0, *stage(step, {"val/loss": loss}), CheckpointPolicy())
-    assert find_checkpoint(writer.layout).name == "step-10"
-    assert find_checkpoint(writer.layout, "best").name == "step-9"
-    assert find_checkpoint(writer.layout, "step-9").name == "step-9"
+    assert Run(writer.layout.root).checkpoint().name == "step-10"
+    assert Run(writer.layout.root).checkpoint("best").name == "step-9"
+    assert Run(writer.layout.root).checkpoint("step-9").name == "step-9"
     with pytest.raises(RunNotFound, match="has no checkpoint step-7; it has step-9, step-10"):
-        find_checkpoint(writer.layout, "step-7")
+        Run(writer.layout.root).checkpoint("step-7")
     (writer.layout.checkpoints_dir / "latest").write_text("../../etc\n")
-    assert find_checkpoint(writer.layout).name == "step-10"
+    assert Run(writer.layout.root).checkpoint().name == "step-10"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +157,7 @@ def test_a_checkpoint_is_found_by_pointer_and_by_name(
     ],
 )
 def test_duration_is_that_of_all_parts(tmp_path: Path, fields: dict[str, object], duration_s: float | None) -> None:
-    view = load_run(put(tmp_path, "r", **fields))  # type: ignore[arg-type]
+    view = Run(put(tmp_path, "r", **fields))  # type: ignore[arg-type]
     assert view.duration_s == duration_s
     assert view.as_dict()["duration_s"] == duration_s
 
@@ -173,11 +166,11 @@ def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:
     trial = put(tmp_path / "sweep", "sweep-0007")
     more = put(tmp_path / "sweep", "sweep-0007-s3")
     for name in ("sweep/7", "sweep/0007", "sweep-0007"):
-        assert find_run(tmp_path, name) == trial
-    assert find_run(tmp_path, "sweep-0007-s3") == more
+        assert LocalRuns(tmp_path).find(name).root == trial
+    assert LocalRuns(tmp_path).find("sweep-0007-s3").root == more
     for name in ("sweep/8", "sweep/7x", "sweep/1000000007", "sweep-007"):
         with pytest.raises(RunNotFound):
-            find_run(tmp_path, name)
+            LocalRuns(tmp_path).find(name)
 
 
 def test_pointer_without_its_checkpoint_gives_the_newest(tmp_path: Path) -> None:
@@ -186,18 +179,16 @@ def test_pointer_without_its_checkpoint_gives_the_newest(tmp_path: Path) -> None
         (layout.checkpoints_dir / f"step-{step}").mkdir(parents=True)
     for step in (9, 10):
         (layout.checkpoints_dir / f"step-{step}/checkpoint.json").touch()
-    assert find_checkpoint(layout).name == "step-10"
+    assert Run(layout.root).checkpoint().name == "step-10"
     for text, name in (("step-9\n", "step-9"), ("step-11\n", "step-10"), ("nonsense", "step-10")):
         (layout.checkpoints_dir / "best").write_text(text)
-        assert find_checkpoint(layout, "best").name == name
+        assert Run(layout.root).checkpoint("best").name == name
     with pytest.raises(RunNotFound, match=r"^run r has no checkpoint step-11; it has step-9, step-10$"):
-        find_checkpoint(layout, "step-11")
+        Run(layout.root).checkpoint("step-11")
 
 
-def view(run_id: str, workload: str, *checkpoints: str) -> RunView:
-    return RunView(
-        RunLayout(Path("runs") / run_id), RunRecord(run_id=run_id, workload=workload, checkpoints=checkpoints)
-    )
+def view(run_id: str, workload: str, *checkpoints: str) -> Run:
+    return Run(Path("runs") / run_id, RunRecord(run_id=run_id, workload=workload, checkpoints=checkpoints))
 
 
 VIEWS = (

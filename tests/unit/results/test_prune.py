@@ -18,7 +18,6 @@ from obstore.exceptions import PermissionDeniedError
 
 from ddptrain.errors import RunLocked
 from ddptrain.results.layout import PRUNED, RunLayout
-from ddptrain.results.lookup import list_runs
 from ddptrain.results.prune import (
     PrunePolicy,
     RunFacts,
@@ -27,9 +26,10 @@ from ddptrain.results.prune import (
     size_bytes,
 )
 from ddptrain.results.remote.lease import LOCK, Claim
+from ddptrain.results.remote.stored_runs import StoredRuns
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import LocalRuns, StoreRuns
+from ddptrain.results.runs import LocalRuns
 from ddptrain.results.show.render import size
 from ddptrain.storage.object_store import ObjectStore
 from tests.unit.results.stores import WatchedStore, watched_store
@@ -93,7 +93,7 @@ def test_running_run_stays(runs: Path, driver: Driver) -> None:
 def test_run_that_is_resumed_after_the_decision_stays(runs: Path) -> None:
     folder = put(runs, "night", "failed", day=1)
     put(runs, "newer", day=2)
-    [seen] = [view for view in list_runs(runs) if view.run_id == "night"]
+    [seen] = [view for view in LocalRuns(runs).list() if view.run_id == "night"]
     with RunWriter.reopen(folder, "", seen.record.driver) as writer:
         with pytest.raises(RunLocked, match="held by process"):
             LocalRuns(runs).delete(seen)
@@ -304,14 +304,14 @@ def fs(watched: tuple[ObjectStore, WatchedStore]) -> WatchedStore:
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[ObjectStore, WatchedStore]) -> StoreRuns:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: tuple[ObjectStore, WatchedStore]) -> StoredRuns:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return StoreRuns(watched[0])
+    return StoredRuns(watched[0])
 
 
-def put_stored(stored: StoreRuns, run_id: str, status: str = "succeeded", day: int = 1, **fields: object) -> int:
+def put_stored(stored: StoredRuns, run_id: str, status: str = "succeeded", day: int = 1, **fields: object) -> int:
     """Write a run; return its size in bytes."""
     record = RunRecord(run_id=run_id, name="pets", status=status, started_at=f"2025-01-{day:02}T00:00:00.000Z")
     files = dict.fromkeys(FILES, b"x" * 100)
@@ -321,14 +321,14 @@ def put_stored(stored: StoreRuns, run_id: str, status: str = "succeeded", day: i
     return sum(map(len, files.values()))
 
 
-def claim(stored: StoreRuns, run_id: str, **fields: object) -> None:
+def claim(stored: StoredRuns, run_id: str, **fields: object) -> None:
     """Write the lease of a driver of another machine."""
     mine = dataclasses.replace(Claim.of_this_process(), host="elsewhere", machine="elsewhere")
     changed = dataclasses.replace(mine, **fields)  # type: ignore[arg-type]
     stored.store.write(f"{run_id}/{LOCK}", json.dumps(dataclasses.asdict(changed)).encode())
 
 
-def test_death_at_each_write_leaves_the_complete_run_or_none(stored: StoreRuns, fs: WatchedStore) -> None:
+def test_death_at_each_write_leaves_the_complete_run_or_none(stored: StoredRuns, fs: WatchedStore) -> None:
     seen = []
     for step in range(1, 100):
         put_stored(stored, "old")
@@ -354,7 +354,7 @@ def test_death_at_each_write_leaves_the_complete_run_or_none(stored: StoreRuns, 
     assert seen[0] == (True, True) and seen[-1] == (False, False) and (False, True) in seen
 
 
-def test_run_with_a_living_driver_stays(stored: StoreRuns) -> None:
+def test_run_with_a_living_driver_stays(stored: StoredRuns) -> None:
     put_stored(stored, "live", "running")
     claim(stored, "live")
     assert [(each.reason) for each in prune(stored, ALL).kept] == ["running"]
@@ -366,7 +366,7 @@ def test_run_with_a_living_driver_stays(stored: StoreRuns) -> None:
     assert stored.store.read("resumed/run.json") is not None and not report.problems
 
 
-def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(stored: StoreRuns) -> None:
+def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(stored: StoredRuns) -> None:
     put_stored(stored, "night")
     stored.store.remove("night/run.json")
     assert not prune(stored, ALL).finished_bytes  # no mark: perhaps a run that has just begun
@@ -379,7 +379,7 @@ def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(stored: St
     assert stored.store.files() == {}
 
 
-def test_store_that_stops_answering_ends_the_prune_with_one_problem(stored: StoreRuns, fs: WatchedStore) -> None:
+def test_store_that_stops_answering_ends_the_prune_with_one_problem(stored: StoredRuns, fs: WatchedStore) -> None:
     for day in range(1, 5):
         put_stored(stored, f"run-{day}", day=day)
     fs.fails = lambda path: OSError("kind: Timeout") if "run-3/" in path else None

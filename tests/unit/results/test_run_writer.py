@@ -19,7 +19,7 @@ from ddptrain.results import ownership
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import load_run
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import (
     AttemptRecord,
     DriverRecord,
@@ -232,7 +232,7 @@ def test_attempts_of_a_killed_driver_have_failed_when_the_run_continues(writer: 
     )
     writer.finish(RunStatus.FAILED, 1)
     writer.close()
-    ended_at = load_run(writer.layout.root).record.ended_at
+    ended_at = Run(writer.layout.root).record.ended_at
     assert ended_at is not None
     with RunWriter.reopen(writer.layout.root, "workload: toy\n") as again:
         assert [(one.attempt, one.outcome, one.ended_at) for one in again.record.attempts] == [
@@ -243,12 +243,12 @@ def test_attempts_of_a_killed_driver_have_failed_when_the_run_continues(writer: 
 
 
 def test_run_is_waiting_until_it_has_ranks_and_its_status_stays_running(writer: RunWriter) -> None:
-    assert (load_run(writer.layout.root).shown_status, read(writer)["status"]) == ("waiting", "running")
+    assert (Run(writer.layout.root).shown_status, read(writer)["status"]) == ("waiting", "running")
     writer.update(waiting=False)
-    assert load_run(writer.layout.root).shown_status == "running"
+    assert Run(writer.layout.root).shown_status == "running"
     writer.update(waiting=True)
     writer.finish(RunStatus.CANCELLED, 130)
-    assert load_run(writer.layout.root).shown_status == "cancelled"
+    assert Run(writer.layout.root).shown_status == "cancelled"
 
 
 @pytest.mark.parametrize(

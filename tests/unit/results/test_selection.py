@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
 from ddptrain.results.selection import (
     RunFields,
@@ -156,20 +156,20 @@ def test_what_is_no_condition_is_refused_with_its_text(text: str) -> None:
     assert len(text) > 1000 or f'cannot read "{text[:100]}' in str(raised.value)
 
 
-def put(folder: Path, run_id: str, **fields: Any) -> RunView:
+def put(folder: Path, run_id: str, **fields: Any) -> Run:
     root = folder / run_id
     root.mkdir()
     record = RunRecord(run_id=run_id, name="n", status="succeeded", exit_code=0, started_at="2025-01-01T00:00:00Z")
     (root / "run.json").write_text(dataclasses.replace(record, **fields).to_json())
-    return load_run(root)
+    return Run(root)
 
 
-def metrics(view: RunView, *values: tuple[int, int, float], name: str = "val/accuracy") -> None:
+def metrics(view: Run, *values: tuple[int, int, float], name: str = "val/accuracy") -> None:
     lines = [json.dumps({"time_s": 1, "step": step, "rank": rank, name: value}) for step, rank, value in values]
-    view.layout.metrics_jsonl.write_text("\n".join(lines) + "\n")
+    view.metrics_jsonl.write_text("\n".join(lines) + "\n")
 
 
-def value(view: RunView, name: str, kind: str = "") -> Any:
+def value(view: Run, name: str, kind: str = "") -> Any:
     return RunFields(view)(f"{kind}({name})" if kind else name)
 
 
@@ -179,7 +179,7 @@ def test_fields_of_a_run(tmp_path: Path) -> None:
     view = put(
         tmp_path, "r-1", last_metrics={"val/loss": 2.5, "status": 1.0}, params=params, failure=failure, world_size=4
     )
-    (view.layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "why"}')
+    (view.root / "annotations.json").write_text('{"tags": ["good"], "note": "why"}')
     found = {
         name: value(view, name) for name in ("run", "name", "status", "exit_code", "ranks", "tags", "note", "failure")
     }
@@ -206,9 +206,9 @@ def test_fields_of_a_run(tmp_path: Path) -> None:
 def test_parameters_of_older_runs_come_from_their_configuration(tmp_path: Path) -> None:
     view = put(tmp_path, "old")
     assert view.record.params is None and value(view, "params.layers") is None
-    view.layout.config_yaml.write_text("params: {layers: 3}\n")
+    view.config_yaml.write_text("params: {layers: 3}\n")
     assert value(view, "params.layers") == 3
-    view.layout.config_yaml.write_text("{ damaged")
+    view.config_yaml.write_text("{ damaged")
     assert value(view, "params.layers") is None
 
 

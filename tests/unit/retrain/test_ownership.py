@@ -134,7 +134,7 @@ def test_file_with_another_size_or_time_is_changed(images: Path) -> None:
     os.utime(images / "cat" / "1.png", (1, 1))
     touched = list_data(of_images(images))
     assert touched.digest != before.digest
-    assert difference(before, touched) == ["1 image changed (1.png: 9 to 9 bytes)"]
+    assert difference(before, touched) == ["1 image changed"]
 
 
 def test_one_file_is_a_source(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_one_file_is_a_source(tmp_path: Path) -> None:
     assert list(before.files) == ["params.names/names.txt"]
     names.write_text("rex\nbella\n")
     after = list_data(resolved(tmp_path, params={"names": str(names)}))
-    assert difference(before, after) == ["1 file changed (names.txt: 4 to 10 bytes)"]
+    assert difference(before, after) == ["1 file changed"]
 
 
 def test_sources_of_a_function_are_listed(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_built_in_data_have_no_listing(tmp_path: Path) -> None:
 def test_source_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data.sources.0 is .*nothing, which does not exist"):
         list_data(resolved(tmp_path, data={"sources": [str(tmp_path / "nothing")]}))
-    with pytest.raises(UsageError, match=rf"data.sources.0 is nothing, which does not exist \({Path.cwd()}/nothing\)"):
+    with pytest.raises(UsageError, match=rf"data.sources.0 is {Path.cwd()}/nothing, which does not exist"):
         list_data(resolved(tmp_path, data={"sources": ["nothing"]}))
 
 

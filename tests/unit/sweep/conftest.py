@@ -16,23 +16,16 @@ from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.sweep import sweep as sweeps
 from ddptrain.sweep.sweep import Capacity
-from ddptrain.sweep.trial import Trial, TrialDisplay
+from ddptrain.sweep.trial import MetricStream, Trial
 
 # Logs values of `loss` for the params of a trial; returns the line of a failure, or "".
 Workload = Callable[[dict[str, Any], "StubRun"], str]
 
 
-@pytest.fixture(autouse=True)
-def environment_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take back the variables that scikit-learn sets; Optuna imports it for the importance."""
-    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):
-        monkeypatch.setenv(name, "")
-
-
 class StubRun:
     """The run of one trial: what its only rank logs, and whether it was asked to end."""
 
-    def __init__(self, writer: RunWriter, trial: Trial, display: TrialDisplay) -> None:
+    def __init__(self, writer: RunWriter, trial: Trial, display: MetricStream) -> None:
         self._writer, self._trial, self._display = writer, trial, display
 
     @property
@@ -75,7 +68,7 @@ class Sweeper:
     def _opened(self) -> Any:
         return None, None, Capacity(self.parallel, 1, None)
 
-    def _run(self, config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
+    def _run(self, config: ResolvedConfig, run_id: str, resume: bool, trial: Trial) -> int:
         params = config.config.params
         self.begun.append((params, resume))
         folder = Path(config.config.results.dir)
@@ -84,7 +77,7 @@ class Sweeper:
         else:
             writer = RunWriter.create(folder, run_id, "stub", config.yaml_text, "elsewhere:train")
         with writer:
-            display = TrialDisplay(trial, reports=True)
+            display = MetricStream(trial)
             display.on_event({"event": "ranks", "count": 1})
             run = StubRun(writer, trial, display)
             line = self.workload(params, run)

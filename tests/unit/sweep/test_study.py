@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -103,34 +102,6 @@ def test_rebuilt_pruner_compares_with_the_trials_of_earlier_drivers() -> None:
     assert study.report(2, 1, 3.0) is True  # a known value: the decision is that of the comparison
     new = study.ask()
     assert new.number == 3 and study.report(3, 1, 0.5) is False
-
-
-def test_importance_names_the_field_that_matters() -> None:
-    study = Study(section(space={"params.a": {"uniform": [0, 1]}, "params.b": {"uniform": [0, 1]}}))
-    assert study.importance() is None
-    for _ in range(30):
-        trial = study.ask()
-        trial.state, trial.value = TrialState.COMPLETE, float(trial.params["params.a"])
-        study.tell(trial)
-    shares = study.importance()
-    assert shares is not None and next(iter(shares)) == "params.a"
-    assert sum(shares.values()) == pytest.approx(1.0)
-
-
-def test_importance_of_few_trials_names_the_field_that_matters() -> None:
-    space = {"params.lr": [1e-5, 1e-4, 0.1], "params.beta": {"uniform": [0, 1], "step": 0.25}, "params.x": ["a", "b"]}
-    first = []
-    for seed in range(20):
-        study = Study(section(space=space, search={"random": {"seed": seed}}))
-        for _ in range(20):
-            trial = study.ask()
-            trial.state = TrialState.COMPLETE
-            trial.value = abs(math.log10(trial.params["params.lr"])) + 0.02 * trial.params["params.beta"]
-            study.tell(trial)
-        shares = study.importance()
-        assert shares is not None
-        first.append(next(iter(shares)))
-    assert first.count("params.lr") >= 15
 
 
 @pytest.mark.parametrize("name", ["tpe", "random", "nsgaii", "qmc", "TPESampler"])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddptrain.config.load import load_data, load_mapping
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.protocol.events import CheckpointSaved, Metrics
+from ddptrain.results.sweep_record import TrialRecord
 from ddptrain.sweep import sweep
-from ddptrain.sweep.home import LiveMetric, best_value, values_by_step
-from ddptrain.sweep.output import Failures, Limits, Situation, remaining_s
 from ddptrain.sweep.sweep import Capacity, best_yaml, trial_config
-
-# --- A trial whose run the killed driver of an earlier part still seems to hold ---
-
+from ddptrain.sweep.trial import MetricStream
 
 # --- The configuration of a trial ---
 
@@ -31,8 +28,8 @@ def test_the_point_is_set_and_the_rest_stays(tmp_path: Path) -> None:
     space = {"params.lr": [1, 2], "params.model.size": [8], "prepare.precision": ["bf16"], "env.MODE": ["a"]}
     config = resolved(tmp_path, space, params={"seed": 3, "model": {"layers": 1}}, env={"OTHER": "x"})
     point = {"params.lr": 2, "params.model.size": 8, "prepare.precision": "bf16", "env.MODE": "a"}
-    trial = trial_config(config, point, 2, str(tmp_path / "runs" / "s"), "s").config
-    assert trial.params == {"seed": 5, "model": {"layers": 1, "size": 8}, "lr": 2}
+    trial = trial_config(config, point, str(tmp_path / "runs" / "s"), "s").config
+    assert trial.params == {"seed": 3, "model": {"layers": 1, "size": 8}, "lr": 2}
     assert (trial.prepare.precision, trial.env) == ("bf16", {"OTHER": "x", "MODE": "a"})
     assert (trial.cluster.ranks, trial.results.dir, trial.sweep) == (2, str(tmp_path / "runs" / "s"), None)
     assert trial.tracking.wandb.group == "s"
@@ -43,25 +40,20 @@ def test_a_script_gets_arguments(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     workload = {"script": "train.py", "args": ["--epochs", 3]}
     config = resolved(tmp_path, {"args.lr": [0.1]}, workload=workload)
-    script = trial_config(config, {"args.lr": 0.1}, 0, str(tmp_path), "s").config.script
+    script = trial_config(config, {"args.lr": 0.1}, str(tmp_path), "s").config.script
     assert script is not None and script.args == ["--epochs", "3", "--lr", "0.1"]
 
 
 def test_values_that_begin_with_a_minus_are_not_taken_as_options(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     config = resolved(tmp_path, {"args.shift": [-1e-05]}, workload={"script": "train.py"})
-    script = trial_config(config, {"args.shift": -1e-05}, 0, str(tmp_path), "s").config.script
+    script = trial_config(config, {"args.shift": -1e-05}, str(tmp_path), "s").config.script
     assert script is not None and script.args == ["--shift=-1e-05"]  # argparse takes -1e-05 alone as an option
-
-
-def test_repeats_of_no_seed_count_from_zero(tmp_path: Path) -> None:
-    config = resolved(tmp_path, {"params.lr": [1]}, params={"seed": None})
-    assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": 2}
 
 
 def test_the_best_configuration_has_the_sweeps_own_folders_and_no_secrets(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]}, env={"API_TOKEN": "hunter22hunter22"}, results={"dir": "there"})
-    trial = trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s")
+    trial = trial_config(config, {"params.lr": 1}, str(tmp_path / "s"), "s")
     text = best_yaml(config, trial, "The best.")
     assert text.startswith("# The best.\nworkload: elsewhere:train\n")
     assert "hunter22" not in text and "dir: there" in text and "sweep:" not in text
@@ -71,7 +63,7 @@ def test_the_best_configuration_has_the_sweeps_own_folders_and_no_secrets(tmp_pa
 
 def test_the_best_configuration_keeps_the_section_retrain(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]}, retrain={"model": "m", "gate": {"metric": "accuracy"}})
-    text = best_yaml(config, trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s"), "The best.")
+    text = best_yaml(config, trial_config(config, {"params.lr": 1}, str(tmp_path / "s"), "s"), "The best.")
     retrain = load_data(text.encode(), "best.yaml")["retrain"]
     assert retrain["model"] == "m" and [rule["metric"] for rule in retrain["gate"]] == ["accuracy"]
 
@@ -79,7 +71,7 @@ def test_the_best_configuration_keeps_the_section_retrain(tmp_path: Path) -> Non
 def test_wrong_points_are_refused(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]})
     with pytest.raises(ValueError, match="precision"):
-        trial_config(config, {"prepare.precision": "fp7"}, 0, str(tmp_path), "s")
+        trial_config(config, {"prepare.precision": "fp7"}, str(tmp_path), "s")
 
 
 # --- How many trials may run at the same time on a cluster that is shared ---
@@ -132,97 +124,64 @@ def test_the_embedded_cluster_is_made_for_the_number_of_trials() -> None:
     assert Capacity(2, 2, None).trials(running=0) == 2
 
 
-# --- When a trial starts, and when a sweep ends ---
-
-
-NOW = Situation(chosen=2, waiting=0, running=1, capacity=2, elapsed_s=10.0, ending=False)
-
-
-@pytest.mark.parametrize(
-    ("limits", "change", "starts", "over"),
-    [
-        (Limits(4, None), {}, True, False),
-        (Limits(4, None), {"running": 2}, False, False),  # no room
-        (Limits(2, None), {}, False, False),  # all points are chosen, one runs
-        (Limits(2, None), {"running": 0}, False, True),
-        (Limits(2, None), {"running": 0, "waiting": 1}, True, False),  # a trial of an earlier driver
-        (Limits(None, 10.0), {}, False, False),  # the time is over
-        (Limits(None, 10.1), {}, True, False),
-        (Limits(None, 10.0), {"running": 0}, False, True),
-        (Limits(None, 10.0), {"running": 0, "waiting": 1}, True, False),
-        (Limits(4, None), {"ending": True}, False, False),
-        (Limits(4, None), {"ending": True, "running": 0, "waiting": 2}, False, True),
-        (Limits(4, None), {"capacity": 0, "running": 0}, True, False),  # it waits for its slots
-    ],
-)
-def test_limits_decide_what_starts(limits: Limits, change: dict[str, int], starts: bool, over: bool) -> None:
-    now = dataclasses.replace(NOW, **change)  # type: ignore[arg-type]
-    assert limits.may_start(now) is starts
-    assert limits.is_over(now) is over
-
-
-def test_the_third_equal_failure_ends_the_sweep() -> None:
-    failures = Failures()
-    assert [failures.add(cause) for cause in ("a", "b", "a", "b", "a")] == [False, False, False, False, True]
-
-
-def test_remaining_time_follows_the_mean_duration() -> None:
-    assert remaining_s([10.0, 20.0], 4, 2) == 30.0
-    assert remaining_s([], 4, 2) is None
-    assert remaining_s([10.0], None, 2) is None
-
-
 # --- The value of the metric at each step ---
 
 
+class Pruner:
+    """A trial of two ranks that keeps what its metric stream reports."""
+
+    def __init__(self, ranks: int = 2, loggers: frozenset[int] = frozenset()) -> None:
+        self.reported: list[tuple[int | None, float]] = []
+        self.plan = SimpleNamespace(metric="loss", loggers=loggers, on_event=lambda event: None)
+        self.record = TrialRecord(0, {})
+        self.stream = MetricStream(self)  # type: ignore[arg-type]
+        self.stream.on_event({"event": "ranks", "count": ranks})
+
+    def report(self, index: int, value: float) -> None:
+        assert index == len(self.reported) + 1
+        self.reported.append((self.record.step, value))
+
+    def logs(self, rank: int, step: int | None, value: float) -> list[tuple[int | None, float]]:
+        event = Metrics(0, {"loss": value, "other": 7.0}, step)
+        self.stream.on_event({"event": "numbers", "rank": rank, "numbers": [event]})
+        return self.reported
+
+    def saves(self, step: int, value: float) -> list[tuple[int | None, float]]:
+        event = CheckpointSaved(0, step, "staged", (), metrics={"loss": value})
+        self.stream.on_event({"event": "numbers", "rank": 0, "numbers": [event]})
+        return self.reported
+
+
 def test_a_step_is_complete_when_all_ranks_have_logged_it() -> None:
-    live = LiveMetric(world_size=2)
-    assert live.logged(0, 10, 1.0) == []
-    assert live.logged(1, 10, 3.0) == [(10.0, 2.0)]
+    pruner = Pruner()
+    assert pruner.logs(0, 10, 1.0) == []
+    assert pruner.logs(1, 10, 3.0) == [(10, 2.0)]
 
 
 def test_a_step_that_one_rank_logs_is_complete_with_the_next_and_later_at_once() -> None:
-    live = LiveMetric(world_size=2)
-    assert live.logged(0, 10, 1.0) == []
-    assert live.logged(0, 20, 2.0) == [(10.0, 1.0), (20.0, 2.0)]
-    assert live.logged(0, 30, 3.0) == [(30.0, 3.0)]
+    pruner = Pruner()
+    assert pruner.logs(0, 10, 1.0) == []
+    assert pruner.logs(0, 20, 2.0) == [(10, 1.0), (20, 2.0)]
+    pruner.saves(30, 1.5)  # a checkpoint does not say which ranks log
+    assert pruner.logs(0, 40, 3.0)[2:] == [(30, 1.5), (40, 3.0)]
+    assert Pruner(loggers=pruner.plan.loggers).logs(0, 10, 1.0) == [(10, 1.0)]  # the next trial
 
 
-def test_who_logs_is_known_from_an_earlier_trial() -> None:
-    live = LiveMetric(world_size=2)
-    live.logged(0, 10, 1.0)
-    live.saved(20, 1.0)
-    assert live.usual == {0}
-    assert LiveMetric(world_size=2, usual=live.usual).logged(0, 10, 1.0) == [(10.0, 1.0)]
-
-
-def test_the_value_of_a_checkpoint_counts() -> None:
-    live = LiveMetric(world_size=2)
-    assert live.logged(0, 10, 1.0) == []
-    assert live.saved(10, 1.5) == [(10.0, 1.5)]
-    assert live.saved(20, 1.2) == [(20.0, 1.2)]
-
-
-def test_steps_that_a_restart_repeats_are_ignored() -> None:
-    live = LiveMetric(world_size=1)
-    assert live.logged(0, 10, 1.0) == [(10.0, 1.0)]
-    assert live.logged(0, 5, 9.0) == []
-    assert live.saved(10, 9.0) == []
-    assert live.logged(0, 11, 2.0) == [(11.0, 2.0)]
+def test_the_value_of_a_checkpoint_counts_and_steps_that_a_restart_repeats_are_ignored() -> None:
+    pruner = Pruner()
+    assert pruner.logs(0, 10, 1.0) == []
+    assert pruner.saves(10, 1.5) == [(10, 1.5)]
+    assert pruner.saves(20, 1.2) == [(10, 1.5), (20, 1.2)]
+    for repeated in (pruner.saves(10, 9.0), pruner.logs(0, 20, 9.0), pruner.logs(1, 5, 9.0)):
+        assert len(repeated) == 2
+    known = Pruner(1)
+    known.stream.reported({10.0: 1.0})
+    known.reported.append((10, 1.0))
+    assert known.logs(0, 10, 9.0) == [(10, 1.0)]
+    assert known.logs(0, 11, 2.0) == [(10, 1.0), (11, 2.0)]
 
 
 def test_values_without_a_step_are_counted() -> None:
-    live = LiveMetric(world_size=1)
-    assert live.logged(0, None, 5.0) == [(1.0, 5.0)]
-    assert live.logged(0, None, 4.0) == [(2.0, 4.0)]
-
-
-def test_values_of_a_run_are_means_unless_a_checkpoint_has_them() -> None:
-    logged = [(2.0, 4.0), (1.0, 1.0), (1.0, 3.0)]
-    assert list(values_by_step(logged, {2.0: 3.5, 3.0: 1.0}).items()) == [(1.0, 2.0), (2.0, 3.5), (3.0, 1.0)]
-
-
-def test_the_best_value_is_finite() -> None:
-    assert best_value([3.0, math.nan, 1.0, -math.inf], "min") == 1.0
-    assert best_value([3.0, math.inf], "max") == 3.0
-    assert best_value([math.nan], "min") is None
+    pruner = Pruner(1)
+    pruner.logs(0, None, 5.0)
+    assert pruner.logs(0, None, 4.0) == [(1, 5.0), (2, 4.0)]

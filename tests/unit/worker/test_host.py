@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import queue
 import subprocess
 import sys
 import time
@@ -199,3 +200,18 @@ def test_many_ranks_are_split_into_samples_of_limited_size() -> None:
 
 def test_host_without_a_running_rank_has_no_sample() -> None:
     assert list(SystemSampler(lambda: [SampledRank(0, 1 << 30, None)], 1.0).measure()) == []
+
+
+def test_a_measurement_that_fails_is_reported_once() -> None:
+    asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def broken() -> list[SampledRank]:
+        asked.put(None)
+        raise OSError("no /proc")
+
+    sampler = SystemSampler(broken, 0.01)
+    sampler.start()
+    for _ in range(3):
+        asked.get(timeout=20)
+    sampler.stop()
+    assert (sampler.errors.get(timeout=20), sampler.errors.empty()) == ("OSError: no /proc", True)

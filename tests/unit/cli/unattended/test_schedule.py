@@ -240,8 +240,8 @@ def test_folder_whose_name_would_begin_a_line_of_its_own_is_refused(
 
 def test_list_has_the_last_retraining_and_names_damaged_files(place: Path) -> None:
     install()
-    damaged = place / "state" / "ddptrain" / "schedules" / "dogs.json"
-    damaged.write_text("{")
+    damaged = place / "config" / "ddptrain" / "schedules" / "dogs.sh"
+    damaged.write_text("#!/bin/sh")
     records = RetrainRecords(ModelRegistry.open(str(place / "models")).folder, "petnames")
     records.create(RetrainRecord(0, "petnames", "2026-11-22T03:00:00.000Z", status="unchanged"))
     done = schedule("list")

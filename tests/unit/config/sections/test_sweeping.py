@@ -66,7 +66,7 @@ def test_wrong_space_is_named_with_its_line(tmp_path: Path, space: str, problem:
 @pytest.mark.parametrize(
     ("rest", "problem"),
     [
-        ("seeds: 2", "sweep.trials: is required, and not given (write trials: 32, or for: 2h)"),
+        ("mode: max", "sweep.trials: is required, and not given (write trials: 32, or for: 2h)"),
         ("trials: 0", "5: sweep.trials: "),
         ("for: soon", " is not a duration: write a number with"),
         ("trails: 3", "5: sweep.trails: unknown key (did you mean sweep.trials?)"),
@@ -76,15 +76,6 @@ def test_wrong_space_is_named_with_its_line(tmp_path: Path, space: str, problem:
 def test_wrong_fields_are_named(tmp_path: Path, rest: str, problem: str) -> None:
     found = problems(tmp_path, "params.dropout: {uniform: [0, 0.5]}", rest)
     assert any(problem in each for each in found)
-
-
-def test_repeats_need_a_seed(tmp_path: Path) -> None:
-    head = "workload: {script: train.py}"
-    (tmp_path / "train.py").touch()
-    found = problems(tmp_path, "args.lr: [1]", "{trials: 2, seeds: 2}".strip("{}").replace(", ", "\n  "), head)
-    assert found == [
-        "6: sweep.seeds: is 2, but train.py has no parameter seed to vary (leave it out, or add params.seed)"
-    ]
 
 
 def test_the_forms_of_a_space_and_of_methods_are_read(tmp_path: Path) -> None:
@@ -97,7 +88,7 @@ def test_the_forms_of_a_space_and_of_methods_are_read(tmp_path: Path) -> None:
     sweep = load_mapping({"workload": "petnames", "sweep": given}, tmp_path).config.sweep
     assert sweep is not None
     assert (sweep.for_, sweep.searcher, sweep.pruner) == (7200.0, "tpe", "asha")
-    assert (sweep.metric, sweep.mode, sweep.parallel, sweep.seeds) == ("val/loss", "min", "auto", 1)
+    assert (sweep.metric, sweep.mode, sweep.parallel) == ("val/loss", "min", "auto")
     again = load_mapping({"workload": "petnames", "sweep": sweep.model_dump()}, tmp_path).config.sweep
     assert again == sweep
 

@@ -102,7 +102,7 @@ class Play:
     def warn(self, text: str, **more: object) -> None:
         self._note("text", text)
 
-    notice = status = silence = warn
+    notice = status = silence = hang_suspected = warn
 
     def fault(self, fault: Fault) -> None:
         self._note("fault", fault)

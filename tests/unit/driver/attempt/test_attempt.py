@@ -336,7 +336,7 @@ def test_preemption_before_all_ranks_have_entered_stops_them_at_once(
     play.event(1, events.Noticed(1))
     assert play.stops() == [(0.0, (0, 1, 2), stop_s)]
     assert play.commands() == []
-    assert play.attempt.notice == "rank 1 on host h1 was sent SIGTERM"
+    assert play.attempt.outcome.notice == "rank 1 on host h1 was sent SIGTERM"
 
 
 def test_preemption_while_stopping_changes_nothing() -> None:
@@ -344,8 +344,8 @@ def test_preemption_while_stopping_changes_nothing() -> None:
     play.fail(1)
     play.tick(0.2)
     play.news(leaving=True)
-    assert play.attempt.notice is None and play.commands() == []
-    assert play.attempt.leaving  # the next attempt avoids the worker nevertheless
+    assert play.attempt.outcome.notice is None and play.commands() == []
+    assert play.attempt.outcome.leaving  # the next attempt avoids the worker nevertheless
 
 
 def test_rank_that_dies_of_sigterm_during_a_preemption_has_nothing_to_save() -> None:
@@ -370,7 +370,7 @@ def test_next_attempt_avoids_a_worker_that_is_leaving() -> None:
     play = Play().start()
     play.news(2, leaving=True)
     assert play.all("avoid") == ["tcp://h2"] and play.all("forget") == []
-    assert play.attempt.end().leaving and play.attempt.notice == "the worker on host h2 was sent SIGTERM"
+    assert play.attempt.end().leaving and play.attempt.outcome.notice == "the worker on host h2 was sent SIGTERM"
     assert play.commands() == [(0.0, "preempt", (0, 1, 2))]
 
 
@@ -434,7 +434,7 @@ def test_hang_is_found_by_the_stacks_and_ends_the_attempt() -> None:
     play.wait(0.3)
     ((_, command, ranks),) = play.commands()
     assert (command, ranks) == ("stacks", (0, 1, 2))
-    assert "no report or line for 10 s: asking the ranks where they are" in play.texts()
+    assert "no report or line for 10 s" in play.texts()
     asks(play, {0: REDUCING, 1: BUSY, 2: REDUCING}, {0: 7, 1: 6, 2: 7})
     assert (play.cause.rank, play.cause.kind, play.cause.exit_code) == (1, FaultKind.HANG, ExitCode.HANG)
     assert [(ranks, grace_s) for _, ranks, grace_s in play.stops()] == [((0, 1, 2), 2.0)]
@@ -572,7 +572,7 @@ def test_signal_for_the_ranks_reaches_those_in_the_workload_and_ends_nothing() -
     play.exit(2, -9)
     play.send(sent)
     assert play.commands() == [(0.0, "user-1", (1,))]
-    assert play.attempt.signals == 0 and play.attempt.signum is None
+    assert play.attempt.signals == 0 and play.attempt.outcome.signum is None
 
 
 def test_request_to_stop_now_kills_with_the_first_signal() -> None:

@@ -124,7 +124,7 @@ def test_every_order_of_messages_ends_once_the_driver_is_interrupted(
 @settings(max_examples=100, deadline=None)
 def test_every_fault_ends_the_attempt(steps: Steps) -> None:
     play = played(steps)
-    if play.attempt.faults or play.attempt.stopping or play.attempt.notice:
+    if play.attempt.faults or play.attempt.stopping or play.attempt.outcome.notice:
         play.wait(2 * GRACE_S + 10.0, alive=True, every_s=1.0)
         assert play.attempt.over
 

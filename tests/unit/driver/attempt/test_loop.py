@@ -17,7 +17,7 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver import inbox as messages
 from ddptrain.driver.attempt import Attempt, AttemptLoop, now
-from ddptrain.driver.display.display import Display, open_display
+from ddptrain.driver.display.display import Display
 from ddptrain.driver.fault import FaultKind
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
@@ -27,7 +27,7 @@ from ddptrain.driver.watchdog import new_watchdog
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.news import News, RankExit, RankNews
-from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.rank_spec import Placement, RankSpec
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker.spool import RankSpool, rank_spool
 from tests.unit.specs import make_spec
@@ -89,7 +89,7 @@ def writer(tmp_path: Path) -> Iterator[RunWriter]:
 
 @pytest.fixture
 def display(writer: RunWriter) -> Iterator[Display]:
-    with open_display("plain", writer.layout.logs_dir, "many", stdout=io.StringIO()) as opened:
+    with Display("plain", writer.layout.logs_dir, "many", stdout=io.StringIO()) as opened:
         opened.on_event({"event": "ranks", "count": _RANKS, "offsets": {}, "hidden": ()})
         yield opened
 
@@ -109,9 +109,8 @@ def attempt_of(
     ranks = []
     for rank in range(count):
         node, slot = divmod(rank, _SLOTS)
-        place = RankPlace(
-            rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, shared
-        )
+        placement = Placement(count, slot, _SLOTS, node, slot, shared=shared)
+        place = RankPlace(rank, placement, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder)
         ranks.append(Rank(make_spec(rank=rank, world_size=count, lost_after_s=lost_after_s), place))
     workers = cast(Any, group(inbox, folder))
     logs = [writer.layout.log(rank) for rank in range(count)]

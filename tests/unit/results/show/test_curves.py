@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
 from ddptrain.results.show.curves import plot_data, plot_of, whole_plot
 from ddptrain.results.show.plot import ChartLine, Style, draw_chart
@@ -22,10 +22,10 @@ from ddptrain.results.show.plot import ChartLine, Style, draw_chart
 # --- curves ---
 
 
-def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> RunView:
+def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> Run:
     layout = RunLayout(root)
     layout.metrics_jsonl.write_text("".join(json.dumps({"time_s": 0, "rank": 0, **line}) + "\n" for line in lines))
-    return RunView(layout, RunRecord(run_id="r", status=status))
+    return Run(layout.root, RunRecord(run_id="r", status=status))
 
 
 def test_losses_share_a_panel_and_other_metrics_wait_to_be_asked_for(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_curve_of_a_resumed_run_does_not_run_backwards(tmp_path: Path) -> None:
     steps = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4)]
     view = view_of(tmp_path, *({"step": step, "attempt": attempt, "loss": attempt} for attempt, step in steps))
     record = replace(view.record, attempts=(AttemptRecord(1), AttemptRecord(2, resumed_from=2)))
-    (curve,) = plot_of(RunView(view.layout, record)).panels[0].curves
+    (curve,) = plot_of(Run(view.root, record)).panels[0].curves
     assert curve.main == ([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 2.0, 2.0])
 
 
@@ -126,7 +126,7 @@ def test_whole_plot_has_every_metric_and_none_is_no_error(tmp_path: Path) -> Non
 def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
     view = view_of(tmp_path, {"step": 1, "loss": 2})
     use = [{"time_s": at_s, "host": "h", "rank": 0, "cpu_percent": at_s} for at_s in (5.0, 7.0)]
-    view.layout.system_jsonl.write_text("".join(f"{json.dumps(each)}\n" for each in use))
+    view.system_jsonl.write_text("".join(f"{json.dumps(each)}\n" for each in use))
     assert [panel.quantity for panel in plot_of(view).panels] == ["loss"]
     drawn = plot_of(view, ["system/cpu_percent"])
     assert (drawn.x_name, drawn.panels[0].curves[0].main) == ("time_s", ([0.0, 2.0], [5.0, 7.0]))

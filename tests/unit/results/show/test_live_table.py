@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import TrainingFailed
-from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.run import Run as RecordedRun
 from ddptrain.results.run_record import BestRecord, FailureRecord, ProgressRecord, RunRecord
 from ddptrain.results.show.live_table import LiveTable, run_table_html
-from ddptrain.run_handle import Run
+from ddptrain.run_handle import Run as Handle
 
 
 class StubDisplay:
@@ -42,8 +41,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> StubDisplay:
 
 def test_table_is_replaced_and_shows_the_newest_state(notebook: StubDisplay, tmp_path: Path) -> None:
     views = [
-        RunView(
-            RunLayout(tmp_path),
+        RecordedRun(
+            tmp_path,
             RunRecord(run_id="r-1", status="running", last_metrics={"loss": loss}, progress=progress),
         )
         for loss, progress in ((9.0, None), (0.5, ProgressRecord(1.0, 1, 4, "epochs")))
@@ -73,7 +72,7 @@ def test_watch_prints_lines_elsewhere_and_raises_the_failure(
     (run_dir / "run.json").write_text(json.dumps(record))
     (run_dir / "logs" / "rank-0.log").write_text("epoch 1\n")
     with pytest.raises(TrainingFailed, match="rank 1 on h: ValueError: no"):
-        Run("r-3", str(run_dir)).watch()
+        Handle("r-3", str(run_dir)).watch()
     assert capsys.readouterr().out == "epoch 1\n"
 
 
@@ -88,7 +87,7 @@ def test_table_has_the_end_and_escapes_texts(tmp_path: Path) -> None:
         best=BestRecord("loss", "min", 0.2, 7),
         failure=FailureRecord(rank=1, host="h", type="ValueError", message="<script>alert(1)</script>\x1b[2J\nmore"),
     )
-    page = run_table_html(RunView(RunLayout(tmp_path / "r-1"), record))
+    page = run_table_html(RecordedRun(tmp_path / "r-1", record))
     assert "<tr><th>status</th><td>failed (exit code 1)</td></tr>" in page
     assert "<th>&lt;b&gt;loss</th><td>0.25</td>" in page
     assert "<td>loss 0.2 at step 7</td>" in page

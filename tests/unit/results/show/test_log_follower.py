@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,17 +9,35 @@ import pytest
 from ddptrain.errors import RunNotFound
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.log_tail import LogTail
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.show.log_follower import LogCursor, final_text, follow_logs, show_logs
+from ddptrain.results.show.log_follower import final_text, follow_logs, show_logs
 
 
-def view_of(root: Path, world_size: int = 1, **logs: bytes) -> RunView:
+def view_of(root: Path, world_size: int = 1, **logs: bytes) -> Run:
     layout = RunLayout(root)
     layout.logs_dir.mkdir(parents=True)
     for name, data in logs.items():
         (layout.logs_dir / f"rank-{name.removeprefix('rank')}.log").write_bytes(data)
-    return RunView(layout, RunRecord(run_id="r", status="succeeded", world_size=world_size))
+    return Run(layout.root, RunRecord(run_id="r", status="succeeded", world_size=world_size))
+
+
+class Followed(Run):
+    """A run that is running until nothing is left to happen."""
+
+    left: Sequence[object] = ()
+
+    @classmethod
+    def of(cls, view: Run) -> Followed:
+        return cls(view.root, view.record)
+
+    def follow(self, *patterns: str) -> Callable[[], Run]:
+        return lambda: self
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.left)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +67,7 @@ def test_a_rank_without_a_log_is_told_with_those_that_have_one(tmp_path: Path) -
     with pytest.raises(RunNotFound, match="no log of rank 7; it has logs of ranks 0, 2"):
         list(show_logs(view, rank=7))
     with pytest.raises(RunNotFound, match="no log of rank 7"):
-        list(follow_logs(view, rank=7, is_running=lambda: False))
+        list(follow_logs(view, rank=7))
 
 
 @pytest.mark.parametrize(
@@ -69,21 +87,6 @@ def test_the_last_lines_are_found_from_the_end(tmp_path: Path, data: bytes, line
     assert list(show_logs(view_of(tmp_path, rank0=data), lines=lines)) == shown
 
 
-def test_text_cut_in_the_middle_of_a_character_is_whole_again(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    cursor = LogCursor(path)
-    assert list(cursor.read()) == []
-    data = "größe 🐕\n".encode()
-    shown = []
-    for end in range(1, len(data) + 1):
-        path.write_bytes(data[:end])
-        shown += list(cursor.read())
-    assert shown == ["größe 🐕"]
-    path.write_bytes(data + b"\xf0\x9f")
-    assert list(cursor.read()) == []
-    assert list(cursor.rest()) == ["\ufffd"]
-
-
 def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
     view = view_of(tmp_path, rank0=b"x" * 5_000_000)
     pieces = list(show_logs(view))
@@ -92,8 +95,8 @@ def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
 
 
 def test_following_shows_new_lines_new_ranks_and_the_end(tmp_path: Path) -> None:
-    view = view_of(tmp_path, 2, rank0=b"old\nlast\n")
-    log, other = view.layout.log(0), view.layout.log(1)
+    view = Followed.of(view_of(tmp_path, 2, rank0=b"old\nlast\n"))
+    log, other = view.log(0), view.log(1)
 
     def add(path: Path, data: bytes) -> None:
         with path.open("ab") as file:
@@ -108,7 +111,8 @@ def test_following_shows_new_lines_new_ranks_and_the_end(tmp_path: Path) -> None
         rank_1_joins,
         lambda: add(log, b"the end"),
     ]
-    lines = follow_logs(view, lines=1, is_running=lambda: bool(left), wait=lambda _: left.pop(0)())
+    view.left = left
+    lines = follow_logs(view, lines=1, wait=lambda _: left.pop(0)())
     assert list(lines) == [
         "[rank 0] last",
         "[rank 0] one",
@@ -121,24 +125,16 @@ def test_following_shows_new_lines_new_ranks_and_the_end(tmp_path: Path) -> None
 
 def test_following_from_before_the_first_line_says_whose_each_line_is(tmp_path: Path) -> None:
     """How many ranks it has is not known yet: `train --detach` has just returned."""
-    view = view_of(tmp_path, world_size=0)
+    view = Followed.of(view_of(tmp_path, world_size=0))
     left = [(0, b"a\n"), (1, b"b\n")]
 
     def comes(_: float) -> None:
         rank, line = left.pop(0)
-        view.layout.log(rank).write_bytes(line)
+        view.log(rank).write_bytes(line)
 
-    lines = follow_logs(view, is_running=lambda: bool(left), wait=comes)
+    view.left = left
+    lines = follow_logs(view, wait=comes)
     assert list(lines) == ["[rank 0] a", "[rank 1] b"]
-
-
-def test_a_log_that_is_written_anew_is_followed_from_its_start(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"a long first line\n")
-    cursor = LogCursor(path)
-    assert list(cursor.read()) == ["a long first line"]
-    path.write_bytes(b"new\n")
-    assert list(cursor.read()) == ["new"]
 
 
 @pytest.mark.parametrize("lines", [None, 3])
@@ -146,4 +142,4 @@ def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int 
     log = tmp_path / "rank-0.log"
     log.symlink_to("/etc/hosts")
     with pytest.raises(ResultsError, match=rf"^cannot read {re.escape(str(log))}: Too many levels of symbolic links"):
-        list(LogCursor(log, lines).read())
+        list(LogTail(log, lines).texts())

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import (
     BestRecord,
     FailureRecord,
@@ -28,7 +28,7 @@ def test_nothing_is_cut_off_a_row_by_a_narrow_terminal(tmp_path: Path, width: in
     run_id = "images-local-20261121-171552-deb2"
     record = RunRecord(run_id=run_id, status="failed", failure=FailureRecord(1, "h", "exception", "E", "no such name"))
     file = io.StringIO()
-    print_table(run_table([RunFields(RunView(RunLayout(tmp_path), record))]), Console(file=file, width=width))
+    print_table(run_table([RunFields(Run(tmp_path, record))]), Console(file=file, width=width))
     assert run_id in file.getvalue() and "rank 1: E: no such name" in " ".join(file.getvalue().split())
 
 
@@ -37,7 +37,7 @@ def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
     for run_id in ("a", "b"):
         (tmp_path / run_id).mkdir()
         record = RunRecord(run_id=run_id, status="succeeded", last_metrics={"val/loss": 1.5}, params={"layers": 2})
-        runs.append(RunFields(RunView(RunLayout(tmp_path / run_id), record)))
+        runs.append(RunFields(Run(tmp_path / run_id, record)))
     (tmp_path / "a" / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "one\\ntwo"}')
     titles, first, second = run_table(runs, ["params.layers"])
     assert titles[5:] == ("params.layers", "TAGS", "RESULT", "NOTE")
@@ -50,7 +50,7 @@ def test_a_folder_of_many_artifacts_is_one_line(tmp_path: Path) -> None:
     for path in ["names.json", *(f"few/{n}.png" for n in range(2)), *(f"many/{n}.png" for n in range(9))]:
         (layout.artifacts_dir / path).parent.mkdir(parents=True, exist_ok=True)
         (layout.artifacts_dir / path).write_bytes(b"12345678")
-    told = dict(sections(RunView(layout, RunRecord(run_id="r"))))["artifacts"]
+    told = dict(sections(Run(layout.root, RunRecord(run_id="r"))))["artifacts"]
     few = [(f"few/{n}.png", "8 B") for n in range(2)]
     assert list(told) == [*few, ("many/", "9 files, 72 B"), ("names.json", "8 B")]
 
@@ -59,7 +59,7 @@ def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path:
     folder = tmp_path / ("long-" * 20)
     folder.mkdir()
     (folder / "run.json").write_text("{")
-    (row,) = rows([load_run(folder)])
+    (row,) = rows([Run(folder)])
     assert row[-1].startswith("cannot read run.json: not JSON: ")
 
 
@@ -73,10 +73,10 @@ def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path:
     ],
 )
 def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, result: str) -> None:
-    assert rows([RunView(RunLayout(tmp_path), record)])[0][-1] == result
+    assert rows([Run(tmp_path, record)])[0][-1] == result
 
 
-def tracked_run(folder: Path) -> RunView:
+def tracked_run(folder: Path) -> Run:
     """A run of eleven ranks, the first two of which were recorded offline, and of which more was sent afterwards."""
     told = {"id": "w1", "mode": "offline", "folder": "/there/wandb/part"}
     found = {"wandb": told, "wandb/rank_1": told | {"id": "w1-1"}, "tensorboard": {"folder": "/here"}}
@@ -85,7 +85,7 @@ def tracked_run(folder: Path) -> RunView:
     links = layout.tracking_dir / "wandb/links.json"
     links.parent.mkdir(parents=True)
     links.write_text(json.dumps({name: f"https://w/{name}" for name in ("w1", "w1-1", "w1-rank_3")}))
-    return RunView(layout, RunRecord(run_id="r", status="succeeded", tracking={**found, **online}))
+    return Run(layout.root, RunRecord(run_id="r", status="succeeded", tracking={**found, **online}))
 
 
 def test_links_of_all_runs_are_shown_also_of_those_that_were_sent_afterwards(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_links_of_all_runs_are_shown_also_of_those_that_were_sent_afterwards(tmp
 def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, folder: str, shown: str) -> None:
     layout = RunLayout(tmp_path / "r")
     tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
-    view = RunView(layout, RunRecord(run_id="r", status="succeeded", tracking=tracking))
+    view = Run(layout.root, RunRecord(run_id="r", status="succeeded", tracking=tracking))
     assert dict(sections(view))["tracking"] == [("wandb", shown)]
 
 
@@ -123,7 +123,7 @@ def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: P
         path.write_bytes(b"x")
     layout.git_diff.write_text("+a\n")
     record = RunRecord(run_id="r", status="failed", git=GitRecord(commit="abc", dirty=True))
-    about = dict(sections(RunView(layout, record))[0][1])
+    about = dict(sections(Run(layout.root, record))[0][1])
     assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
     assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
 
@@ -137,6 +137,6 @@ def test_messages_of_ranks_are_in_the_sections_that_their_events_name(tmp_path: 
     ]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     (tmp_path / "events.jsonl").write_text(text)
-    shown = dict(sections(RunView(RunLayout(tmp_path), RunRecord(run_id="r"))))
+    shown = dict(sections(Run(tmp_path, RunRecord(run_id="r"))))
     assert shown["alerts"] == [("rank 1", "the loss")]
     assert shown["messages of ranks"] == [("rank 0", "slow disk")]
