@@ -48,7 +48,7 @@ _SAME_WRONG_SIZE = 3  # equal wrong sizes that show that the image was replaced 
 _CRC_BYTES = 4
 _UNFINISHED = ".new-"
 _UNFINISHED_S = 3600.0  # older unfinished files belong to processes that were killed
-_KEPT = 0.85  # share of the cache that a sweep leaves
+_KEPT = 0.8  # share of the cache that a sweep leaves
 _SWEEPS = 80  # a process sweeps after it has written 1/80 of the cache
 
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")  # the classes of `source: builtin`
@@ -197,14 +197,14 @@ class Cache:
     """A folder of images with a maximal size, shared by ranks and runs; the least recently used ones are deleted first.
 
     Any number of processes can use it. Entries appear by renaming. A process sweeps before its first write, and each
-    time it has written 1/80 of `max_bytes`; while another process is sweeping, it writes nothing. With up to ten
-    writers the folder stays below `max_bytes`. File system errors are never raised: unreadable entries are missing,
+    time it has written 1/80 of `max_bytes`; while another process is sweeping, it writes 2/80 at most. So the folder
+    stays below `max_bytes` with nine writers. File system errors are never raised: unreadable entries are missing,
     failed writes are skipped, and `tell` gets the reason of the first one.
     """
 
     def __init__(self, folder: Path, max_bytes: int, tell: Callable[[str], None] = lambda text: None) -> None:
         self._folder, self._max_bytes, self._tell = folder, max_bytes, tell
-        self._written = max_bytes  # bytes since the last sweep of this process
+        self._written, self._has_swept = 0, False  # bytes since the last sweep of this process
 
     def __reduce__(self) -> tuple[type[Cache], tuple[Path, int]]:
         return Cache, (self._folder, self._max_bytes)
@@ -236,7 +236,8 @@ class Cache:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._written += n_bytes
-            if self._written * _SWEEPS > self._max_bytes and not self._sweep():
+            shares = self._written * _SWEEPS / self._max_bytes
+            if (shares > 1 or not self._has_swept) and not self._sweep() and shares > 2:
                 return
             new.write_bytes(_checksum(data) + data)
             publish(new, path)
@@ -256,7 +257,7 @@ class Cache:
         try:
             if not try_lock(file):
                 return False
-            self._written = 0
+            self._written, self._has_swept = 0, True
             entries = sorted(self._entries())
             total = sum(size for _, size, _ in entries)
             for _, size, path in entries:
