@@ -89,7 +89,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     location = Location.of(settings.source, settings.source_options)
     made_of = _made_of(settings, location)
     known = Manifest.read(folder) if (folder / FILE).exists() else None
-    if known is None:  # otherwise a checkpoint has the weights, or the ranks check them
+    if known is None:
         check_weights_file(settings)
     if known is not None and known.made_of == made_of:
         tell(f"the run's list of images is used again: {_summary(known)}")
@@ -103,6 +103,11 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     labels = labels_of(settings)
     if labels is not None:
         outputs_of(manifest.classes, labels)
+    weights = settings.weights if known is None else None  # otherwise a checkpoint has them, or the ranks check them
+    if weights is not None and not WEIGHTS_NAME.fullmatch(weights):
+        from ddptrain.workloads.images.weights import check_weights_fit  # imports torch: two seconds
+
+        check_weights_fit(settings, weights, manifest.classes, folder)
     if manifest is not known:
         manifest.write(folder)
 

@@ -90,7 +90,7 @@ def begin_with_weights(
     if _is_name(weights):
         state = pretrained(settings.architecture, weights, lambda *mb: ctx.progress(*mb, unit="MB"))
     else:
-        state = read(weights_in(ctx.inputs) if names_model(weights) else Path(weights).expanduser())
+        state = read(_file_of(weights, ctx.inputs))
     keep_head = settings.label_map is not None
     # Torchvision's weights have other classes even if their number is equal; a user's own weights may have the same.
     new_head = not keep_head and (_is_name(weights) or _has_other_classes(weights, model_config, ctx.inputs))
@@ -103,6 +103,16 @@ def begin_with_weights(
     size = max(find_pretrained(settings.architecture, weights).transforms().crop_size) if _is_name(weights) else 0
     if size and size != settings.image_size:
         ctx.say(f"these weights were made for images of {size} pixels, params.image_size is {settings.image_size}")
+
+
+def check_weights_fit(settings: ImagesParams, weights: str, classes: Sequence[str], inputs: Path) -> None:
+    """Check before the ranks start that weights, a path or a model of the registry, fit the model. Raises BadWeights."""
+    config = described_model(settings, classes)
+    fit(build(config), read(_file_of(weights, inputs)), config, weights, keep_head=settings.label_map is not None)
+
+
+def _file_of(weights: str, inputs: Path | None) -> Path:
+    return weights_in(inputs) if names_model(weights) else Path(weights).expanduser()
 
 
 def _is_name(weights: str | None) -> bool:
