@@ -224,7 +224,8 @@ class HeldValue:
 class RowFilter:
     """Selects one value of a metric in `every` steps, and at the end the last value that was not selected.
 
-    All values of a metric that is not logged at every step are selected, such as those of the end of an epoch.
+    All values of a metric that is not logged at every step are selected, and the first value of each whole epoch: a
+    metric that is logged once an epoch is complete, even if an epoch has few steps.
     """
 
     def __init__(self, every: int) -> None:
@@ -232,6 +233,7 @@ class RowFilter:
         self._step: float | None = None
         self._tick = 0  # the number of steps at which anything was logged
         self._last_tick: dict[str, int] = {}  # name -> tick of its last value
+        self._epochs: dict[str, float] = {}  # name -> whole epoch of its last value that had one
         self._sent: dict[str, float] = {}  # name -> step of the last value that was selected
         self._held: dict[str, HeldValue] = {}
 
@@ -244,8 +246,11 @@ class RowFilter:
         due = []
         for name, value in values.items():
             sent, ticks = self._sent.get(name), self._tick - self._last_tick.get(name, 0)
+            begins_epoch = epoch is not None and float(epoch).is_integer() and epoch != self._epochs.get(name)
+            if begins_epoch and epoch is not None:
+                self._epochs[name] = epoch
             # Steps may start again from a lower number.
-            if sent is None or not 0 <= step - sent < self._every or (step != sent and ticks > 1):
+            if begins_epoch or sent is None or not 0 <= step - sent < self._every or (step != sent and ticks > 1):
                 due.append(name)
                 self._sent[name] = step
                 self._held.pop(name, None)

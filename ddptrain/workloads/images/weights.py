@@ -106,7 +106,7 @@ def begin_with_weights(
 
 
 def check_weights_fit(settings: ImagesParams, weights: str, classes: Sequence[str], inputs: Path) -> None:
-    """Check before the ranks start that weights, a path or a model of the registry, fit the model. Raises BadWeights."""
+    """Check before the ranks start that weights, a path or a model of the registry, fit. Raises BadWeights."""
     config = described_model(settings, classes)
     fit(build(config), read(_file_of(weights, inputs)), config, weights, keep_head=settings.label_map is not None)
 
