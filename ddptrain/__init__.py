@@ -41,15 +41,14 @@ if TYPE_CHECKING:
         TrainingFailed,
         UsageError,
     )
-    from ddptrain.rank.context import RankContext
-    from ddptrain.rank.current_context import context
+    from ddptrain.rank.context import RankContext, context
     from ddptrain.rank.evaluation import SavedCheckpoint
     from ddptrain.rank.huggingface import HuggingFaceCallback
 else:
     _MODULES = {  # of the names that are not errors
         **dict.fromkeys(("Run", "launch", "load_model"), "ddptrain.api"),
         "RankContext": "ddptrain.rank.context",
-        "context": "ddptrain.rank.current_context",
+        "context": "ddptrain.rank.context",
         "HuggingFaceCallback": "ddptrain.rank.huggingface",
         "SavedCheckpoint": "ddptrain.rank.evaluation",
     }

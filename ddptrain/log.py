@@ -26,9 +26,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from ddptrain.errors import UsageError
-from ddptrain.redact import hide_credentials, hide_known, hide_secrets
+from ddptrain.redact import hide_credentials, hide_known, hide_secrets, is_secret_name
 from ddptrain.sanitize import sanitized
-from ddptrain.secret_rules import is_secret_name
 
 VARIABLE = "DDPTRAIN_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}

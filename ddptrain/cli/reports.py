@@ -16,7 +16,7 @@ from ddptrain.cli.printing import print_json, print_result, write
 from ddptrain.errors import RunNotFound, UsageError
 
 if TYPE_CHECKING:
-    from ddptrain.results.show.plot import Style
+    from ddptrain.results.show.curves import Style
 
 _LATEST = "latest"
 
@@ -62,8 +62,7 @@ def compare(
         ddptrain results compare latest --metric val/loss
     """
     from ddptrain.results.compare import compare_runs, comparison_text
-    from ddptrain.results.show.curves import plot_data, plot_of
-    from ddptrain.results.show.plot import terminal_charts
+    from ddptrain.results.show.curves import plot_data, plot_of, terminal_charts
 
     if len(runs) == 1:
         view = view_of(runs[0])
@@ -87,7 +86,7 @@ def chart_style() -> Style:
     """Return the style of charts that the terminal can show."""
     import shutil
 
-    from ddptrain.results.show.plot import Style
+    from ddptrain.results.show.curves import Style
 
     is_terminal = sys.stdout.isatty()
     can_show = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

@@ -22,8 +22,7 @@ from ddptrain.config.wording import KNOWN, describe_value, did_you_mean, dotted,
 from ddptrain.config.workload_check import code_problems
 from ddptrain.config.yaml_reader import MAX_DEPTH, Document, copied, read_yaml
 from ddptrain.errors import ConfigError, Problem
-from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
-from ddptrain.secret_rules import is_secret_name
+from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret, is_secret_name
 
 _LAUNCHED = "the configuration"
 _MOST_SAMPLES = 100  # of a field; each is checked with the model of the params

@@ -54,11 +54,11 @@ class WaitHooks:
     cluster: the name of a cluster that the user started, or "". fixed: it has all its slots once a worker is there.
     """
 
-    check: Callable[[Sequence[str]], None] | None
-    worker_fault: Callable[[], str | None]
-    last_words: Callable[[], str]
     tell: Callable[[str], None]
-    cluster: str
+    check: Callable[[Sequence[str]], None] | None = None
+    worker_fault: Callable[[], str | None] = lambda: None
+    last_words: Callable[[], str] = lambda: ""
+    cluster: str = ""
     fixed: bool = False
 
 

@@ -75,7 +75,9 @@ class ModelRegistry:
     def history(self, model: str) -> list[Change]:
         """Return every change of a model, oldest first. Raises RegistryDamaged."""
         check_model_name(model)
-        return [self._change(model, number) for number in sorted(self._change_numbers(model))]
+        names = [f"{number:06d}.json" for number in sorted(self._change_numbers(model))]
+        contents = self._below(model, "history").read_all(names)
+        return [Change.from_json(data, f"{self.where}/{model}/history/{name}") for name, data in contents.items()]
 
     def champions_before(self, model: str, version: int) -> list[int]:
         """Return the champions before `version` became it, oldest first, without those that were rolled back."""
@@ -390,9 +392,7 @@ class ModelRegistry:
         """Reserve the next number of a version."""
         self._require_conditions()
         taken = [int(name) for name in self._below(model, "versions").folders() if name.isdecimal()]
-        changes = (self._change(model, each) for each in sorted(self._change_numbers(model), reverse=True))
-        created = next((change.version for change in changes if change.action == "created"), 0)
-        number = max([created, *taken, *self.state(model).removed]) + 1  # a number is never used twice
+        number = max([0, *taken, *(change.version for change in self.history(model))]) + 1  # none is used twice
         for attempt in range(_MOST_CONFLICTS):
             try:
                 claim = f'{{"host": "{socket.gethostname()}", "pid": {os.getpid()}}}\n'.encode()

@@ -1,8 +1,7 @@
 """What a retraining has done so far, as JSON beside the versions of its model; a later start continues from it.
 
-MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
-MODEL/retrainings/000001.listing   the listing of its training data (see retrain/fingerprint.py)
-MODEL/retrainings/run.lock         the lock of the process that retrains the model (see retrain/start.py)
+MODEL/retrainings/000001.json   one retraining, from its start to its end; rewritten after each stage
+MODEL/retrainings/run.lock      the lock of the process that retrains the model (see retrain/start.py)
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from ddptrain.storage.store import Store
 
 SCHEMA = 1
 _RECORD_BYTES = 4 << 20
-_KEPT_LISTINGS = 50
 _KEPT_RECORDS = 200  # more than any reader looks at
 
 
@@ -90,7 +88,8 @@ class RetrainRecord:
 
     stage: the last stage that is complete (see Stage).
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
-    data: the digest of the training data. difference: how the data differ from those of the champion, in words.
+    data: the digest of the training data, whose folders are `classes`, if they are not too many. difference: how they
+    differ from those of the champion, in words.
     scores: candidate and champion -> metrics of the evaluation. held_out: the digest of the held-out data.
     notes: what the evaluation could not do, in words.
     champion: the version that was the champion before, None if there was none. version: the version that it created.
@@ -116,6 +115,7 @@ class RetrainRecord:
     difference: tuple[str, ...] = ()
     n_files: int = 0
     size_bytes: int = 0
+    classes: tuple[str, ...] = ()
     scores: Mapping[str, Numbers] = field(default_factory=dict)
     held_out: str = ""
     notes: tuple[str, ...] = ()
@@ -157,16 +157,16 @@ class RetrainRecords:
 
     def newest(self, count: int) -> list[RetrainRecord]:
         """Return the newest `count` retrainings, newest first. Raises RegistryDamaged."""
-        contents = self._folder.read_all([_name(number) for number in self._numbers(".json")[:count]])
+        contents = self._folder.read_all([_name(number) for number in self._numbers()[:count]])
         return [RetrainRecord.from_json(data, f"{self._folder.url}/{name}") for name, data in contents.items()]
 
-    def _numbers(self, suffix: str) -> list[int]:
+    def _numbers(self) -> list[int]:
         paths = [PurePosixPath(path) for path in self._folder.files()]
-        return sorted((int(p.stem) for p in paths if p.suffix == suffix and p.stem.isdecimal()), reverse=True)
+        return sorted((int(p.stem) for p in paths if p.suffix == ".json" and p.stem.isdecimal()), reverse=True)
 
     def create(self, record: RetrainRecord) -> RetrainRecord:
         """Write a new retraining under the next number, and return it. Raises WriteConflict if another process did."""
-        numbered = dataclasses.replace(record, number=max(self._numbers(".json"), default=0) + 1)
+        numbered = dataclasses.replace(record, number=max(self._numbers(), default=0) + 1)
         self._folder.write_versioned(_name(numbered.number), numbered.to_json(), None)
         return numbered
 
@@ -184,23 +184,9 @@ class RetrainRecords:
         """Rewrite a retraining."""
         self._folder.write(_name(record.number), record.to_json())
 
-    def write_listing(self, number: int, data: bytes) -> None:
-        """Write the listing of the training data of a retraining."""
-        self._folder.write(f"{number:06d}.listing", data)
-
-    def listed(self) -> list[int]:
-        """Return the numbers of the retrainings whose listing is kept, newest first."""
-        return self._numbers(".listing")
-
-    def listing(self, number: int) -> bytes | None:
-        """Return the listing of the training data of a retraining, None if there is none."""
-        return self._folder.read(f"{number:06d}.listing")
-
     def remove_older(self, versions: Collection[int]) -> None:
-        """Delete the oldest listings and records. The records of `versions`, and unfinished ones, stay."""
-        for number in self.listed()[_KEPT_LISTINGS:]:
-            self._folder.remove(f"{number:06d}.listing")
-        for name, data in self._folder.read_all([_name(n) for n in self._numbers(".json")[_KEPT_RECORDS:]]).items():
+        """Delete the oldest records. Those of `versions`, and unfinished ones, stay."""
+        for name, data in self._folder.read_all([_name(n) for n in self._numbers()[_KEPT_RECORDS:]]).items():
             with suppress(RegistryDamaged):  # it stays: it may be of a version
                 record = RetrainRecord.from_json(data, name)
                 if record.version not in versions and not record.is_running:

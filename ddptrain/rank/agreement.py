@@ -236,10 +236,7 @@ GROUP_NAME = "ddptrain"  # the description of the process group
 
 
 class CollectiveValues:
-    """ctx.mean and ctx.all_finite, in a gloo group of their own: numbers of a CPU need no device.
-
-    Each call sends its name as well: ranks that are in different calls get an error, not mixed numbers.
-    """
+    """ctx.mean and ctx.all_finite, in a gloo group of their own: numbers of a CPU need no device."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._rank, self._size = spec.rank, spec.placement.world_size
@@ -248,32 +245,28 @@ class CollectiveValues:
 
     def mean(self, value: float | torch.Tensor, weight: float) -> float:
         """Return the mean over all ranks, each with its `weight`; NaN if all weights are 0."""
-        import torch
-
-        number = value.detach().double().mean().item() if isinstance(value, torch.Tensor) else float(value)
+        number = value.detach().double().mean().item() if hasattr(value, "detach") else float(value)
         total, weights = self._sum("mean", number * weight, weight)
         return total / weights if weights else float("nan")
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
         """Return whether all numbers of all ranks are finite: the same result on all ranks."""
-        import torch
-
-        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        return not self._sum("all_finite", float(not bool(torch.isfinite(tensor).all())), 0.0)[0]
+        finite = value.detach().isfinite().all().item() if hasattr(value, "detach") else math.isfinite(value)
+        return not self._sum("all_finite", float(not finite), 0.0)[0]
 
     def _sum(self, name: str, first: float, second: float) -> tuple[float, float]:
         """Return the sums of both numbers over all ranks. Raises RuntimeError if ranks are in different calls."""
         import torch
         from torch import distributed
 
-        sums = torch.tensor([float(name == "mean"), first, second], dtype=torch.float64)
+        in_mean = float(name == "mean")  # sent as well: ranks in different calls get an error, not mixed numbers
+        sums = torch.tensor([in_mean, first, second], dtype=torch.float64)
         if self._group is None:
             self._group = distributed.new_group(backend="gloo", timeout=self._timeout, group_desc=GROUP_NAME)
         distributed.all_reduce(sums, group=self._group)
-        in_mean, first, second = sums.tolist()
-        if in_mean != (self._size if name == "mean" else 0):
+        if sums[0] != in_mean * self._size:
             raise RuntimeError(
                 f"rank {self._rank} is in ctx.{name}, other ranks are in another call: "
                 "all ranks must call ctx.mean and ctx.all_finite in the same order"
             )
-        return first, second
+        return float(sums[1]), float(sums[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ddptrain.rank.media import MediaLog
 
-__all__ = ["PreemptedExit", "RankContext", "Resumed"]
+__all__ = ["NoRank", "PreemptedExit", "RankContext", "Resumed", "context"]
 
 
 class RankContext:
@@ -209,12 +209,8 @@ class RankContext:
         """
         from ddptrain.rank.prepare import prepare_model, use_compile_cache
 
-        given: dict[str, Any] = {
-            "precision": precision,
-            "compile": compile,
-            "channels_last": channels_last,
-            "accumulate": accumulate,
-        }
+        given: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
+        given["accumulate"] = accumulate
         given |= {"strategy": strategy, "shard": shard, "activation_checkpointing": activation_checkpointing}
         settings: dict[str, Any] = {
             **vars(self._spec.config.prepare),
@@ -413,3 +409,30 @@ class RankContext:
         resumed = self._checkpoints.load(model, optimizer, more)
         self._profiler.reported(resumed.step if resumed is not None else 0)
         return resumed
+
+
+class NoRank(RuntimeError):
+    """This process is not a rank."""
+
+
+_make: Callable[[], RankContext] | None = None
+
+
+def context() -> RankContext:
+    """Return the context of this rank, for scripts and for functions without a ctx parameter: always the same object.
+
+    Raises:
+        NoRank: ddptrain has not started this process as a rank.
+    """
+    if _make is None:
+        raise NoRank(
+            "ddptrain.context() was called in a process that is not a rank: it is for code that `ddptrain train` or "
+            "`ddptrain run` has started (not plain python, torchrun, or a process that a rank has spawned)"
+        )
+    return _make()
+
+
+def provide(make: Callable[[], RankContext]) -> None:
+    """Set the function that context() calls in this process, which is a rank."""
+    global _make  # noqa: PLW0603  # a process is at most one rank
+    _make = make

@@ -1,15 +1,27 @@
-"""Finds the user's function, checks its params against its type hints, and converts its return value to JSON."""
+"""What a rank executes: the user's function, with params that fit its type hints, or a script, as Python runs it."""
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import functools
 import importlib
+import importlib.machinery
 import inspect
 import json
+import multiprocessing.process
+import os
+import runpy
+import socket
 import sys
-from collections.abc import Callable, Mapping
+import types
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
+
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.rank import bare_process
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -27,22 +39,12 @@ def load_function(target: str) -> Callable[..., Any]:
     """Import the function "package.module:function".
 
     Raises:
-        ImportError: the module is missing; the message names the interpreter and the first folders.
+        ImportError: the module is missing.
         AttributeError: the module has no such attribute.
         TypeError: the attribute is not callable.
     """
     module_name, _, name = target.partition(":")
-    try:
-        item: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        root = module_name.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != root:
-            raise
-        raise ModuleNotFoundError(
-            f"workload {target!r}: no module {error.name!r} for {sys.executable}; it was looked for in "
-            f"{' and '.join(dict.fromkeys(sys.path[:2]))} and in the rest of sys.path",
-            name=error.name,
-        ) from None
+    item: Any = importlib.import_module(module_name)
     for part in name.split("."):
         if not hasattr(item, part):
             public = sorted(attr for attr, value in vars(item).items() if callable(value) and not attr.startswith("_"))
@@ -202,3 +204,80 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+# --- scripts and modules ---
+
+
+def run_script(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
+    """Run the rank's program. `before` is called just before, when the program's modules can already be imported.
+
+    Raises any exception of the program, including SystemExit.
+    """
+    # Python has set this when the rank server started. Spawned child processes use it to find __main__.
+    multiprocessing.process.ORIGINAL_DIR = spec.code.workdir  # type: ignore[attr-defined]
+    main = types.ModuleType("__main__")
+    main.__dict__.update({"__builtins__": builtins, "__cached__": None})
+    if sys.version_info < (3, 14):  # from then on they are evaluated when the program asks for them
+        main.__annotations__ = {}
+    _kept.append(sys.modules["__main__"])  # keeps the old module alive, whose functions are still executing
+    # Pickles and spawned child processes look for the program's definitions under these names.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    module, code = spec.code.module, None
+    sys.argv = [spec.code.script or "-m", *spec.code.args]
+    sys.orig_argv = [sys.executable, "-u", *sys.argv[:1], *([module] if module else []), *spec.code.args]
+    if spec.code.script:
+        path = find_script(spec)
+        if path.is_dir() or zipfile.is_zipfile(path):
+            module = "__main__"
+            sys.path.insert(0, str(path))
+        else:
+            sys.path.insert(0, str(path.resolve().parent))
+            is_compiled, name = path.suffix == ".pyc", str(path)
+            kind = importlib.machinery.SourcelessFileLoader if is_compiled else importlib.machinery.SourceFileLoader
+            main.__file__, main.__loader__ = name, (loader := kind("__main__", name))
+            code = loader.get_code("__main__") if is_compiled else loader.source_to_code(path.read_bytes(), name)
+    forget_hidden_modules(sys.path[:1] if spec.code.script else [spec.code.workdir])
+    before()
+    if code is not None:
+        exec(code, main.__dict__)  # noqa: S102  # the user's own program
+    else:  # as Python does for -m, for a folder and for a zip file
+        runpy._run_module_as_main(module, alter_argv=module == spec.code.module)  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+_kept: list[types.ModuleType] = []
+
+
+def find_script(spec: RankSpec) -> Path:
+    """Find the script in the folders of the user's code; return its path. Raises FileNotFoundError."""
+    folders = dict.fromkeys((*spec.code.sys_path, spec.code.workdir))
+    for folder in folders:
+        path = Path(folder) / spec.code.script
+        if path.exists():
+            return Path(os.path.abspath(path))
+    searched = f" (looked for in {', '.join(folders)})" if not os.path.isabs(spec.code.script) else ""
+    raise FileNotFoundError(f"there is no script {spec.code.script} on host {socket.gethostname()}{searched}")
+
+
+def forget_hidden_modules(folders: Iterable[str], needed: frozenset[str] = frozenset()) -> None:
+    """Forget the modules that the rank server has imported and for which the user's folders have another file.
+
+    A new process would import the user's. Modules in `needed`, torch and ddptrain itself stay.
+    """
+    kept = {"ddptrain", "torch", *needed, *bare_process.MODULES, *sys.builtin_module_names}
+    for folder in dict.fromkeys(folders):
+        names = {entry.partition(".")[0] for entry in os.listdir(folder)} if os.path.isdir(folder) else set()
+        # Not a walk through all modules: to touch them would copy the memory that the fork shares with the server.
+        for hidden in names - kept:
+            if hidden in sys.modules and _is_hidden(hidden, folder):
+                for name in [name for name in sys.modules if name == hidden or name.startswith(f"{hidden}.")]:
+                    del sys.modules[name]
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    """Return whether the folder has this module, and another one of the name is loaded."""
+    found = importlib.machinery.PathFinder.find_spec(name, [folder])
+    if found is None or found.origin is None:  # no module, or a folder without __init__.py
+        return False
+    loaded = getattr(sys.modules[name], "__file__", None)
+    return loaded is None or os.path.realpath(loaded) != os.path.realpath(found.origin)

@@ -77,7 +77,7 @@ def _is_from_torch(error: BaseException) -> bool:
 _PACKAGE = Path(__file__).parents[1]
 _LAUNCHER = {
     "<frozen runpy>",
-    *(str(_PACKAGE / "rank" / f"{name}.py") for name in ("lifecycle", "script", "entrypoint")),
+    *(str(_PACKAGE / "rank" / f"{name}.py") for name in ("lifecycle", "entrypoint")),
 }
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
 _FILE = re.compile(r'  File "([^"\n]*)"')

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
 _STATE = "trainer_state"
+_PARTS = ("model", "optimizer", "lr_scheduler")
 _STATE_FILE = "trainer_state.json"  # the name that the Trainer expects
 
 
@@ -121,10 +122,11 @@ class HuggingFaceCallback(TrainerCallback):
     def _load(self, parts: Mapping[str, Any]) -> None:
         if self._to_load:
             self._to_load = False
-            self._ctx.resume(**_saved_parts(parts))
+            self._ctx.resume(**{name: parts[name] for name in _PARTS})
 
     def _save(self, state: Any, parts: Mapping[str, Any], metrics: Mapping[str, float], *, last: bool = False) -> None:
-        objects: dict[str, Any] = {**_saved_parts(parts), _STATE: json.dumps(dataclasses.asdict(state))}
+        objects: dict[str, Any] = {name: parts[name] for name in _PARTS}
+        objects[_STATE] = json.dumps(dataclasses.asdict(state))
         saved = self._ctx.checkpoint(
             **objects,
             step=state.global_step,
@@ -137,10 +139,6 @@ class HuggingFaceCallback(TrainerCallback):
 
     def _report_progress(self, state: Any) -> None:
         self._ctx.progress(state.global_step, state.max_steps or None, unit="steps")
-
-
-def _saved_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: parts[name] for name in ("model", "optimizer", "lr_scheduler")}
 
 
 def _evaluates(args: Any, state: Any, control: Any) -> bool:

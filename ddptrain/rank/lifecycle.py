@@ -13,7 +13,6 @@ import faulthandler
 import gc
 import importlib
 import io
-import itertools
 import multiprocessing
 import os
 import random
@@ -36,10 +35,10 @@ from ddptrain.protocol.commands import FORWARDED, OF_SIGNALS, Command, CommandRe
 from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
-from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
+from ddptrain.rank import process_control
 from ddptrain.rank.agreement import EXIT_PREEMPTED, Agreement, PreemptedExit
-from ddptrain.rank.entrypoint import as_json, bind, load_function
+from ddptrain.rank.entrypoint import as_json, bind, forget_hidden_modules, load_function, run_script
 from ddptrain.rank.failure import StackWriter, clipped, report_thread_failures, shortened, user_traceback
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.profile import note_unused
@@ -57,12 +56,6 @@ _NEEDED_BY_FUNCTIONS = frozenset({"dask_pytorch_ddp", "pydantic", "pydantic_core
 _LASTING = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
-def read_spec(fd: int) -> RankSpec:
-    """Return the rank spec in the open file `fd`."""
-    with open(fd, encoding="utf-8", closefd=False) as file:
-        return RankSpec.from_json(file.read())
-
-
 def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, why_cold: str = "") -> int:
     """Run the workload in this process. Return the exit code. Must be called once per process.
 
@@ -73,19 +66,18 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
     for fd in (1, 2):  # also for C libraries and child processes
         os.dup2(log_fd, fd, inheritable=True)
     faulthandler.enable(file=2)
-    emitter = Emitter(events_fd, os.path.realpath(f"/proc/self/fd/{events_fd}"))
+    emitter = Emitter(events_fd)
     if why_cold and spec.rank == 0:
         emitter.note(f"ranks start cold, some seconds slower: {why_cold}")
     _enter_environment(spec)
     if not why_cold:
         _forget_server()
-    newest = next(reversed(sys.modules))
     rank = RankLifecycle(spec, emitter, CommandReader(commands_fd))
     try:
         code = rank.run()
         rank.tracked.bound_exit(code)
     finally:
-        _end_program(spec, newest)
+        _end_program(spec)
     return code
 
 
@@ -153,13 +145,13 @@ class RankLifecycle:
             self._handle_commands()
             report_thread_failures(self.emitter)
             device = self._set_up_torch()
-            current_context.provide(lambda: self._get_context(device))
+            self._provide_context(device)
             if self.spec.code.is_script:
-                self._run_user_code(lambda: script.run(self.spec, self.tracked.begin))
+                self._run_user_code(lambda: run_script(self.spec, self.tracked.begin))
             else:
-                script.forget_hidden_modules(self.spec.code.sys_path, _NEEDED_BY_FUNCTIONS)
+                forget_hidden_modules(self.spec.code.sys_path, _NEEDED_BY_FUNCTIONS)
                 call = bind(load_function(self.spec.code.workload), self.spec.code.params)
-                self._join_process_group(call, device)
+                self._join_process_group(call)
         except SystemExit as stop:
             if self.state == "crashed":
                 self._report_exit(stop)
@@ -182,9 +174,9 @@ class RankLifecycle:
 
         from ddptrain.rank import loader, steps
 
-        loader.protect()
+        loader.protect(lambda risk: self.emitter.note(risk, "warning") if self.spec.rank == 0 else None)
         torch.set_num_threads(self.spec.host.cpu_threads)
-        gpu, is_script, world_size = self.spec.host.gpu, self.spec.code.is_script, self.spec.placement.world_size
+        gpu, is_script = self.spec.host.gpu, self.spec.code.is_script
         device, name = torch.device("cpu"), "cpu"
         if gpu is not None:
             device, name = torch.device("cuda", self.spec.placement.local_rank if is_script else 0), str(gpu)
@@ -202,8 +194,7 @@ class RankLifecycle:
         if self.spec.rank == 0:
             self.waiting = steps.WaitingTime(self.emitter)
             steps.measure_data(self.waiting)
-            if world_size > 1:
-                steps.report_steps(self.emitter, world_size, self.waiting.first_step)
+            steps.report_first_step(self.emitter)
         self.emitter.emit(
             events.Started(
                 time.time_ns(),
@@ -216,34 +207,38 @@ class RankLifecycle:
         )
         return device
 
-    def _get_context(self, device: torch.device) -> RankContext:
-        """Return the rank's context, which is created at the first call."""
-        from ddptrain.rank.context import RankContext
+    def _provide_context(self, device: torch.device) -> None:
+        """Make ddptrain.context() return the rank's context, which is created at the first call."""
+        from ddptrain.rank import context
 
-        if self.context is None:
-            self.context = RankContext(self.spec, self.emitter, device, self.agreement, self.tracked)
-        return self.context
+        def make() -> RankContext:
+            if self.context is None:
+                self.context = context.RankContext(self.spec, self.emitter, device, self.agreement, self.tracked)
+            return self.context
+
+        context.provide(make)
 
     # --- the workload ---
 
-    def _join_process_group(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
+    def _join_process_group(self, function: Callable[[RankContext], Any]) -> None:
         """Let dask_pytorch_ddp initialize the process group, call the function, and destroy the group."""
         from dask_pytorch_ddp.dispatch import dispatch_with_ddp
 
         self.phase = "rendezvous"
         group, placement = self.spec.group, self.spec.placement
         place = group.master_addr, group.master_port, self.spec.rank, placement.world_size
-        dispatch_with_ddp(self._call, *place, function, device, backend=group.backend)
+        dispatch_with_ddp(self._call, *place, function, backend=group.backend)
 
-    def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
+    def _call(self, function: Callable[[RankContext], Any]) -> None:
         from torch import distributed
 
+        from ddptrain.rank.context import context as get_context
         from ddptrain.rank.steps import warn_without_exchange
 
         if self.spec.group.backend == "gloo":  # NCCL connects later, in the first collective operation
             # Wait until all are connected; otherwise a rank that fails at once looks like a lost peer to other ranks.
             distributed.barrier()
-        context = self._get_context(device)
+        context = get_context()
         if self.spec.rank == 0 and self.spec.placement.world_size > 1:
             warn_without_exchange(self.emitter)
         self.tracked.begin()
@@ -276,7 +271,7 @@ class RankLifecycle:
                 self.tracked.end(self.state)
             self._complete_saves()
             raise
-        self._finish()
+        self._report_finished()
 
     def _report_result(self, value: Any) -> None:
         """Report what rank 0's function has returned, if it can be stored as JSON."""
@@ -330,14 +325,14 @@ class RankLifecycle:
             with contextlib.suppress(Exception):  # the failure has been reported; this must not replace it
                 self.context.close(self.spec.config.failure.grace_s, failed=True)
 
-    def _finish(self) -> None:
+    def _report_finished(self) -> None:
         self.emitter.emit(events.Finished(time.time_ns()))
         self.state = "finished"
 
     def _report_exit(self, stop: SystemExit) -> None:
         code = failures.exit_code(stop)
         if code == 0:
-            self._finish()
+            self._report_finished()
             return
         if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.agreement.notified):
             self.state = "preempted"
@@ -393,10 +388,7 @@ class RankLifecycle:
         self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:
-        try:
-            self.commands.post(Command.NOTICED)
-        except OSError:  # the user's code has closed all descriptors
-            process_control.die_of_sigterm()
+        self.commands.post(Command.NOTICED)
 
     def _owns_sigterm(self) -> bool:
         """Return whether our handler of SIGTERM is active, and not one that the user's code has set."""
@@ -459,54 +451,26 @@ def _print_to_log(text: str) -> None:
 # --- the end of the process ---
 
 
-def _end_program(spec: RankSpec, newest: str) -> None:
-    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank.
-
-    `newest` is the module that was imported last before the user's code.
-    """
+def _end_program(spec: RankSpec) -> None:
+    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does at exit
         atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
     _flush_files()  # before the garbage collector, which closes the buffer of a text file before the text is in it
-    _release_objects(spec, newest)
-    _flush_files()
+    if spec.code.is_script:
+        # Release the script's objects: some complete their files only then, as those of zip. Functions and modules
+        # stay, which a finalizer may need.
+        values = vars(sys.modules["__main__"])
+        for name in [each for each, value in values.items() if each[:2] != "__" and not isinstance(value, _LASTING)]:
+            values[name] = None
+        gc.collect()
+        _flush_files()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # the script may have set it to None
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-
-
-def _release_objects(spec: RankSpec, newest: str) -> None:
-    """Release the objects of the user's modules. Some complete their files only then, as those of zip and Parquet."""
-    names = _names_of_users_modules(spec, newest)
-    for name in names:
-        del sys.modules[name]
-    gc.collect()
-    # A signal handler may still refer to a module. Objects are released before what they may need: functions, modules.
-    frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]  # noqa: SLF001
-    running = {id(frame.f_globals) for frame in frames}  # of threads that do not end
-    for each in gc.get_objects():
-        if type(each) is dict and "__builtins__" in each and each.get("__name__") in names and id(each) not in running:
-            for name in [name for name, value in each.items() if not (name[:2] == "__" or isinstance(value, _LASTING))]:
-                each[name] = None
-    gc.collect()
-
-
-def _names_of_users_modules(spec: RankSpec, newest: str) -> set[str]:
-    script = getattr(sys.modules.get("__main__"), "__file__", None) if spec.code.is_script else None
-    folders = [*spec.code.sys_path, spec.code.workdir, *([os.path.dirname(script)] if script else [])]
-    inside = tuple(path + os.sep for folder in folders for path in (folder, os.path.realpath(folder)))
-    # Only modules that were imported since: to look into all would copy memory that the fork shares with the server.
-    new = itertools.takewhile(lambda name: name != newest, reversed(list(sys.modules)))
-    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in new}
-    names = {
-        name
-        for name, file in files.items()
-        if file.startswith(inside) and "site-packages" not in file and name.partition(".")[0] != "ddptrain"
-    }
-    return names | ({"__main__", "__mp_main__"} & sys.modules.keys() if spec.code.is_script else set())
 
 
 def _flush_files() -> None:
@@ -527,7 +491,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the worker ignores it, and a new process inherits that
     code = 70
     try:
-        code = run_rank(read_spec(spec_fd), log_fd, events_fd, commands_fd, why_cold=sys.argv[6])
+        with open(spec_fd, encoding="utf-8") as file:
+            spec = RankSpec.from_json(file.read())
+        code = run_rank(spec, log_fd, events_fd, commands_fd, why_cold=sys.argv[6])
     except BaseException:
         traceback.print_exc()
     finally:

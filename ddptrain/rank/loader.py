@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, _utils, dataloader
 from torch.utils.data._utils import worker
+
+from ddptrain.rank import process_control
 
 
 class RankSampler(Sampler[Any]):
@@ -47,6 +50,11 @@ class RankSampler(Sampler[Any]):
     def __len__(self) -> int:
         """Return the number of this rank's samples in the whole epoch, independent of the position."""
         return self._total(0) // self._world_size
+
+    @property
+    def size(self) -> int:
+        """The number of samples of the data."""
+        return len(self._data)
 
     @property
     def remaining(self) -> int:
@@ -116,8 +124,7 @@ class RankLoader(DataLoader[Any]):
     @property
     def position(self) -> float:
         """The number of epochs that are read, also a fraction, with the batch that is in use: equal on all ranks."""
-        size = len(self._rank_sampler._data)  # noqa: SLF001
-        return self.epoch - 1 + min(1.0, self._rank_sampler.taken / size)
+        return self.epoch - 1 + min(1.0, self._rank_sampler.taken / self._rank_sampler.size)
 
     @property
     def remaining(self) -> int:
@@ -131,13 +138,11 @@ class RankLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch, and the number of its samples that all ranks together have read."""
-        size = len(self._rank_sampler._data)  # noqa: SLF001
-        return {"epoch": self.epoch, "taken": min(self._rank_sampler.taken, size)}
+        return {"epoch": self.epoch, "taken": min(self._rank_sampler.taken, self._rank_sampler.size)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a position; if its epoch is complete, start the next one."""
-        size = len(self._rank_sampler._data)  # noqa: SLF001
-        is_complete = state["taken"] >= size
+        is_complete = state["taken"] >= self._rank_sampler.size
         self._rank_sampler.epoch = state["epoch"] + int(is_complete)
         self._rank_sampler.taken = 0 if is_complete else state["taken"]
 
@@ -212,19 +217,44 @@ _signals: Any = _utils.signal_handling
 _torch_worker_loop = worker._worker_loop  # noqa: SLF001
 
 
-def protect() -> None:
-    """Protect the workers of all DataLoaders that this process creates from now on."""
+def protect(warn: Callable[[str], None]) -> None:
+    """Protect the workers of all DataLoaders that this process creates from now on.
+
+    warn: called with the `risk_of_fork` of a DataLoader, once in the life of the process.
+    """
+    warned = False
     iterator: Any = dataloader._MultiProcessingDataLoaderIter  # noqa: SLF001
     start_workers = iterator.__init__
 
     @functools.wraps(start_workers)
     def start_protected(self: Any, loader: Any) -> None:
+        nonlocal warned
+        if not warned and (risk := risk_of_fork(loader)):
+            warned = True
+            warn(risk)
         start_workers(self, loader)
         for process in self._workers:
             process._popen.terminate = functools.partial(_kill, weakref.ref(self), process._popen)  # noqa: SLF001
 
     iterator.__init__ = start_protected
     worker._worker_loop = worker_loop  # noqa: SLF001
+
+
+_HANGS_IN_FORKS = {"tokio-r": "obstore, or another library in Rust,", "grpc_": "gRPC"}  # by names of threads
+
+
+def risk_of_fork(loader: DataLoader[Any]) -> str:
+    """Return a warning if the loader forks its workers beside threads of a library that hangs in a fork; else ""."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() == "fork":
+        for name in process_control.thread_names():
+            for prefix, library in _HANGS_IN_FORKS.items():
+                if name.startswith(prefix):
+                    return (
+                        f"{library} was used before a DataLoader forks its workers, in which it then hangs: use it in "
+                        "the workers only, or give the DataLoader multiprocessing_context='forkserver'"
+                    )
+    return ""
 
 
 def _kill(reference: weakref.ref[Any], process: Any) -> None:

@@ -25,11 +25,8 @@ PROGRESS_INTERVAL_S = 0.1  # ten events per second are enough for a display
 class Emitter:
     """Appends events to `fd`, from any thread. Events of a forked child (a DataLoader worker) are dropped."""
 
-    def __init__(self, fd: int, path: str = "") -> None:
-        """If `path` is given, it is opened again when the user's code has closed `fd`."""
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._path = path
-        self._file = os.fstat(fd) if path else None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_line_incomplete = False
@@ -42,7 +39,6 @@ class Emitter:
             return
         data = events.encode(event)
         with self._lock:
-            self._reopen_if_closed()
             data = b"\n" + data if self._is_line_incomplete else data  # a full disk has cut off the last line
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -58,17 +54,6 @@ class Emitter:
         if seconds >= _MIN_TIMED_S:
             with suppress(OSError):
                 self.emit(events.Timed(time.time_ns(), activity, seconds))
-
-    def _reopen_if_closed(self) -> None:
-        """Open the file again if its descriptor is closed, as daemons do with all, or belongs to another file now."""
-        if self._file is None:
-            return
-        try:
-            if os.path.samestat(os.fstat(self._fd), self._file):
-                return
-        except OSError:
-            pass
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def progress(self, done: float, total: float | None, unit: str) -> None:
         """Append a Progress event, at most ten per second. The last one (done == total) is always appended, once."""
@@ -133,14 +118,7 @@ def number(name: object, value: Any) -> float:
     if isinstance(item, bool) or not isinstance(item, int | float):
         text = shorten(repr(value), 300)
         raise TypeError(f"ctx.log, ctx.progress and metrics take numbers: {name!r} is {text} ({type(value).__name__})")
-    return item if isinstance(item, float) or -(2**63) <= item < 2**63 else _as_float(item)
-
-
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    return item if isinstance(item, float) or -(2**63) <= item < 2**63 else float(item)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

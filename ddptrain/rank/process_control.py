@@ -52,10 +52,13 @@ def name_process(name: str, title: str = "") -> None:
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
-def thread_count() -> int:
-    """Return the number of threads of this process; 1 if the system does not say."""
-    tasks = Path("/proc/self/task")
-    return len(os.listdir(tasks)) if tasks.exists() else 1
+def thread_names() -> list[str]:
+    """Return the names of this process's threads, also of those that libraries have started; [] without /proc."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            names.append(path.read_text().strip())
+    return names
 
 
 def signal_group(pgid: int, number: int) -> None:

@@ -6,7 +6,8 @@ import gzip
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import one_line
@@ -45,7 +46,7 @@ class StepProfiler:
         if wanted is None or step <= self._step:
             return
         before, self._step = self._step, step
-        try:
+        with self._failing_quietly(wanted):
             if self._profile is not None and step < wanted.last:
                 self._profile.step_num = step
                 self._profile.step()  # marks the next step in the trace
@@ -55,23 +56,31 @@ class StepProfiler:
                 self._end(wanted, f"after step {max(before, 0)}, step {step} was reported; {HOW_TO_REPORT}")
             elif step >= wanted.first - 1:
                 self._begin(step)
-        except Exception as error:  # the training continues, whatever torch.profiler raises
-            self._fail(wanted, error)
 
     def close(self, *, complete: bool) -> None:
         """End the current profile with the workload: save the recorded steps if `complete`, else discard them."""
         if (wanted := self._wanted) is None:
             return
-        try:
-            if not complete:
-                # The profile is not stopped: this takes seconds, and a rank that is being stopped may not have them.
-                self._end(wanted, "the rank has ended before", "info" if self._profile is not None else "")
-            elif self._profile is not None and self._step > self._began_after:
+        with self._failing_quietly(wanted):
+            if complete and self._profile is not None and self._step > self._began_after:
                 self._save(wanted, self._profile)
-            else:
+            elif complete:
                 self._end(wanted, f"the last reported step is {max(self._step, 0)}; {HOW_TO_REPORT}")
-        except Exception as error:  # it must not replace the result of the rank
-            self._fail(wanted, error)
+            elif self._profile is not None:
+                # It is not stopped: this takes seconds, and a rank that is being stopped may not have them.
+                self._end(wanted, "the rank has ended before", "info")
+
+    @contextmanager
+    def _failing_quietly(self, wanted: StepProfile) -> Iterator[None]:
+        """Report what torch.profiler raises, and end the profile: the training continues."""
+        try:
+            yield
+        except Exception as error:
+            if (failed := self._profile) is not None:
+                with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
+                    failed.stop()
+            self._wanted = self._profile = None
+            self._note(f"{wanted} of rank {self._rank} were not recorded: {type(error).__name__}: {one_line(error)}")
 
     def _begin(self, step: int) -> None:
         import torch
@@ -110,15 +119,8 @@ class StepProfiler:
     def _end(self, wanted: StepProfile, reason: str, level: str = "warning") -> None:
         """End a profile that has recorded nothing."""
         self._wanted = self._profile = None
-        if level and self._rank == wanted.speaker:
+        if self._rank == wanted.speaker:
             self._note(f"{wanted} were not recorded: {reason}", level)
-
-    def _fail(self, wanted: StepProfile, error: Exception) -> None:
-        if (failed := self._profile) is not None:
-            with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
-                failed.stop()
-        self._end(wanted, "", level="")
-        self._note(f"{wanted} of rank {self._rank} were not recorded: {type(error).__name__}: {one_line(error)}")
 
     def _note(self, text: str, level: str = "warning") -> None:
         self._emitter.note(f"profile: {text}", level)

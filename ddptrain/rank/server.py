@@ -38,6 +38,7 @@ from ddptrain import log
 from ddptrain.errors import UsageError
 from ddptrain.protocol import commands, deadlines
 from ddptrain.protocol.exec_env import exec_only, python_command
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import process_control
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -100,7 +101,7 @@ class RankServer:
         except BaseException:
             self._report(report="broken", message=traceback.format_exc())
             raise
-        threads = process_control.thread_count()
+        threads = max(1, len(process_control.thread_names()))
         self.why_cold = "" if threads == 1 else f"the rank server has {threads} threads"
         _log.info("rank server ready", pid=os.getpid(), warm=not self.why_cold, why_cold=self.why_cold or None)
         gc.freeze()  # forked ranks share these pages; otherwise their first garbage collection would copy them
@@ -189,7 +190,8 @@ class RankServer:
 
         spec_fd, log_fd, events_fd = child.fds
         os.lseek(spec_fd, 0, os.SEEK_SET)
-        spec = lifecycle.read_spec(spec_fd)
+        with open(spec_fd, encoding="utf-8", closefd=False) as file:
+            spec = RankSpec.from_json(file.read())
         why_cold = self.why_cold
         wanted = exec_only(spec.env)
         names = (name for name in wanted.keys() | _READ_AT_START.keys() if wanted.get(name) != _READ_AT_START.get(name))

@@ -1,98 +1,29 @@
-"""Measures steps and waits for data, and warns if ranks exchange no gradients."""
+"""Measures the first step and waits for data, and warns if ranks exchange no gradients."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddptrain.rank.agreement import GROUP_NAME
 from ddptrain.rank.output import Emitter
 
-_EVERY_STEPS, _EVERY_S = 20, 10.0
-_WARM_UP_STEPS = 3  # they allocate memory and compile
-_FIRST_PAUSE_S, _MAX_PAUSE_S, _LONGER = 0.2, 5.0, 1.3
-_KEPT = 7  # steps of which the median wait is taken
-
-
-class _Step(NamedTuple):
-    """A step that DDP has measured: its number, when it ended by this host's clock, and the wait for other ranks."""
-
-    number: int
-    ended_s: float
-    waited_s: float
-
-
-def report_steps(emitter: Emitter, world_size: int, first_step: Callable[[], None]) -> None:
-    """Report for how long this rank waits for others in steps of the newest DistributedDataParallel over all ranks.
-
-    first_step: called after the first step.
-    """
-    newest: list[weakref.ref[DistributedDataParallel]] = []
-
-    def note(owner: nn.Module, *_: Any) -> None:
-        if isinstance(owner, DistributedDataParallel):  # which registers the user's model as its only module
-            is_first, newest[:] = not newest, [weakref.ref(owner)]
-            if is_first:
-                threading.Thread(target=report, name="ddptrain-steps", daemon=True).start()
-
-    def report() -> None:
-        before: _Step | None = None
-        waits: deque[float] = deque(maxlen=_KEPT)
-        pause_s, every = _FIRST_PAUSE_S, _EVERY_STEPS
-        while True:
-            time.sleep(pause_s)
-            step = _newest_step(newest[0](), world_size, every)
-            if step is None or (before is not None and step.number == before.number):
-                continue
-            pause_s = min(_LONGER * pause_s, _MAX_PAUSE_S)
-            if before is None:
-                first_step()
-            if before is not None and step.number > before.number > _WARM_UP_STEPS:
-                count = step.number - before.number
-                step_s = (step.ended_s - before.ended_s) / count
-                every = max(1, min(_EVERY_STEPS, int(_EVERY_S / step_s)))
-                waits.append(step.waited_s)
-                emitter.timed("ranks", count * median(waits))
-            before = step
-
-    register_module_module_registration_hook(note)
-
-
-def _newest_step(model: DistributedDataParallel | None, world_size: int, every: int) -> _Step | None:
-    """Return the last step that DDP has measured, one of `every`; None before the first, or not of all ranks."""
-    if model is None or getattr(model, "logger", None) is None:
-        return None  # it is being created, or has torch's reducer in Python
-    model._set_ddp_runtime_logging_sample_rate(every)  # noqa: SLF001  # there is no public function
-    data: dict[str, Any] = model._get_ddp_logging_data()  # noqa: SLF001  # as above
-    if data["world_size"] != world_size or not data.get("backward_comm_time"):
-        return None
-    waited_ns = data["backward_comm_time"] - data["backward_compute_comm_overlap_time"]
-    return _Step(data["iteration"], data["backward_comm_time_end"] / 1e9, max(0, waited_ns) / 1e9)
-
-
 _REPORT_S = 10.0  # from one report of waits to the next
 
 
 class WaitingTime:
-    """Sums up the waits of this process for data; reports them, and the first step, as timed activities."""
+    """Sums up the waits of this process for data; reports them as timed activities."""
 
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
         self._seconds = 0.0
-        self._began = self._reported_at = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def add(self, seconds: float) -> None:
         """Add a wait for data that has just ended."""
@@ -100,15 +31,24 @@ class WaitingTime:
         if time.monotonic() - self._reported_at >= _REPORT_S:
             self.flush()
 
-    def first_step(self) -> None:
-        """Report the time until the end of the first step, which has just ended. It includes compilation."""
-        self._emitter.timed("first step", time.monotonic() - self._began)
-
     def flush(self) -> None:
         """Report the waits since the last report."""
         self._reported_at = time.monotonic()
         self._emitter.timed("data", self._seconds)
         self._seconds = 0.0
+
+
+def report_first_step(emitter: Emitter) -> None:
+    """Report the time from now until an optimizer has taken its first step, which includes compilation."""
+    began, is_reported = time.monotonic(), False
+
+    def report(*_: Any) -> None:  # stays, because torch iterates over the hooks
+        nonlocal is_reported
+        if not is_reported and not torch.compiler.is_compiling():
+            is_reported = True
+            emitter.timed("first step", time.monotonic() - began)
+
+    register_optimizer_step_post_hook(report)
 
 
 def measure_data(waiting: WaitingTime) -> None:

@@ -136,7 +136,7 @@ class RunReport:
         return {r: last_lines(logs[r], _LINES, _TAIL_BYTES, self.secrets) for r in shown if r in logs}
 
     @cached_property
-    def source(self) -> SourceLine | None:
+    def source(self) -> Frame | None:
         """The last line of the traceback that is a file in the workspace and no installed package.
 
         Files of uploaded code are found in the folder that they come from.
@@ -146,7 +146,7 @@ class RunReport:
             _, found, rest = frame.file.partition(f"/{code.hash}/" if code is not None and code.hash else "\0")
             file = f"{code.folder}/{rest}" if code is not None and code.folder and found else frame.file
             if inside := _in_workspace(file, self.workspace):
-                return SourceLine(inside, frame.line)
+                return Frame(inside, frame.line)
         return None
 
 
@@ -227,20 +227,12 @@ def rank_results(view: Run) -> list[RankResult]:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame of the user's code; `code` is its source line if the traceback has it."""
+    """A line of the user's code, from 1; `code` is its text if a traceback has it."""
 
     file: str
     line: int
-    function: str
-    code: str
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLine:
-    """A line of a file: `file` is relative to the workspace, `line` counts from 1."""
-
-    file: str
-    line: int
+    function: str = ""
+    code: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -257,11 +249,11 @@ def user_frames(failure: FailureRecord | None) -> list[Frame]:
     return frames[-_MOST_FRAMES:]
 
 
-def line_of_problem(problem: Problem, workspace: Path, folder: Path) -> SourceLine | None:
+def line_of_problem(problem: Problem, workspace: Path, folder: Path) -> Frame | None:
     """Return the line of a configuration that a problem is at; `folder` is the one that its path is relative to."""
     match = _PLACE.fullmatch(problem.where)
     found = _in_workspace(str(folder / match[1]), workspace) if match else ""
-    return SourceLine(found, int(match[2])) if match and found else None
+    return Frame(found, int(match[2])) if match and found else None
 
 
 def _is_installed(file: str) -> bool:

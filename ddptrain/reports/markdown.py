@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean
 from urllib.parse import quote
+
+import numpy as np
 
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
+from ddptrain.reports.curves import Array, read_lines
 from ddptrain.reports.facts import RunReport
 from ddptrain.results.run import Run
-from ddptrain.results.show.curves import whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
 from ddptrain.text_tables import clean, clean_line, duration
 
@@ -24,7 +24,6 @@ _TRACEBACK_CHARACTERS = 8_000
 _MOST_METRICS = 40
 _MOST_PROBLEMS = 20
 _MOST_OTHERS = 20
-_CURVES_BYTES = 64 << 20  # a larger metrics.jsonl takes too long to read when a run ends
 _SIGNS = {"": "✅", "warning": "⚠️", "error": "❌"}
 _STAGE_SIGNS = {"done": "✅", "failed": "❌"}
 _SHA = re.compile(r"[0-9a-f]{7,64}")
@@ -152,15 +151,9 @@ def _number(value: float | None) -> str:
 def _metrics(view: Run) -> Iterator[str]:
     record, sparks, problem = view.record, dict[str, str](), ""
     try:
-        if (size_bytes := view.metrics_jsonl.stat().st_size) > _CURVES_BYTES:
-            command = code(f"ddptrain results compare {run_argument(view)}")
-            problem = f"There are too many values for curves here ({size_bytes >> 20} MiB): {command} draws them"
-        else:
-            curves = (curve for panel in whole_plot(view).panels for curve in panel.curves)
-            sparks = {curve.name: sparkline(curve.main[1]) for curve in curves}
-    except FileNotFoundError:
-        pass
-    except (OSError, DdptrainError) as error:
+        for line in read_lines(view):
+            sparks.setdefault(line.metric, sparkline(line.value))  # the mean of the ranks comes first
+    except DdptrainError as error:
         problem = f"The curves cannot be shown: {code(str(error))}"
     if not (names := sorted({*record.last_metrics, *sparks})):
         return
@@ -175,19 +168,15 @@ def _metrics(view: Run) -> Iterator[str]:
         yield problem
 
 
-def sparkline(values: Sequence[float]) -> str:
+def sparkline(values: Array) -> str:
     """Return the values as block characters, at most 24; "" for fewer than two finite values."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = values[np.isfinite(values)]
     if len(finite) < 2:
         return ""
-    width = min(_SPARK_WIDTH, len(finite))
-    starts = [len(finite) * at // width for at in range(width + 1)]
-    means = [fmean(finite[start:end]) for start, end in pairwise(starts)]
-    low, high = min(means), max(means)
-    if high == low or not math.isfinite(high - low):
-        return _SPARKS[0] * width
-    scale = (len(_SPARKS) - 1) / (high - low)
-    return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
+    means = np.array([part.mean() for part in np.array_split(finite, min(_SPARK_WIDTH, len(finite)))])
+    low, high = means.min(), means.max()
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round(place)] for place in (means - low) * scale)
 
 
 def code(text: str) -> str:

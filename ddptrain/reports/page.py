@@ -50,7 +50,7 @@ from ddptrain.version import __version__
 MOST_RUNS = 100  # on one page
 _RUNS_OF_SWEEP = 50  # the best ones
 _PICTURE_FILES = tuple(f"artifacts/*.{kind}" for kind in ("csv", "png", "jpg", "jpeg", "webp", "json"))
-FILES = ("*.jsonl", "config.yaml", "git.diff", "logs/rank-*", *_PICTURE_FILES)  # what a page reads of a run
+FILES = ("*.jsonl", "config.yaml", "logs/rank-*", *_PICTURE_FILES)  # what a page reads of a run
 _POINTS = 100_000  # of all curves: about 21 bytes each in the page
 _PICTURES = 120
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SETTINGS = 6, 100, 1000

@@ -13,9 +13,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from ddptrain.redact import LEFT_OUT, hide_credentials, hide_known
+from ddptrain.redact import KNOWN_FORMATS, LEFT_OUT, hide_credentials, hide_known, is_secret_file, is_secret_name
 from ddptrain.results.run_record import EnvironmentValue, GitRecord
-from ddptrain.secret_rules import KNOWN_FORMATS, is_secret_file, is_secret_name
 
 _GIT_TIMEOUT_S = 1.0
 _MOST_DIFF_BYTES = 200_000

@@ -1,4 +1,4 @@
-"""Lists the training data of a configuration, and compares the listing with an earlier one.
+"""Looks at the training data of a configuration, and compares them with those of an earlier retraining.
 
 A file is the same if its size and its modification time are the same, or the version that the store gives (ETag).
 """
@@ -6,12 +6,11 @@ A file is the same if its size and its modification time are the same, or the ve
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from ddptrain.config.plugin_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig
@@ -19,6 +18,7 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.driver.transfer.code_package import pack, project_of
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256
+from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.protocol.code_digest import content_hash
 from ddptrain.storage.sources import fetch_chunks, open_source
 from ddptrain.storage.store import BUILTIN, Limits, Location, StoreError
@@ -26,64 +26,61 @@ from ddptrain.version import __version__
 
 _LIMITS = Limits(timeout_s=20.0, retries=4, patience_s=40.0)
 _MOST_NAMED = 5
+_MOST_CLASSES = 2000  # in the record of a retraining
 _CODE = (".py", ".pyi", ".ipynb")
 
 
-class DataFile(NamedTuple):
-    """A file of the training data. version: a text that changes if the file changes."""
-
-    size_bytes: int
-    version: str
-
-
 @dataclass(frozen=True, slots=True)
-class DataListing:
-    """The training data: path -> file, where a path begins with the name of its source. `noun` is for messages."""
+class TrainingData:
+    """The training data of a configuration. `noun` is for messages.
 
-    files: Mapping[str, DataFile] = field(default_factory=dict)
-    noun: str = "file"
+    digest: SHA-256 over paths, sizes and versions of all files. classes: the folders with files, for images the
+    classes, without the name of their source; none if there are many.
+    """
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 over paths, sizes and versions."""
-        lines = (f"{file.size_bytes} {file.version} {path}\n" for path, file in sorted(self.files.items()))
-        return sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size_bytes for file in self.files.values())
-
-    @property
-    def classes(self) -> set[str]:
-        """The folders that contain files, with their source; for images the classes."""
-        return {str(PurePosixPath(path).parent) for path in self.files}
-
-    def to_bytes(self) -> bytes:
-        """Encode the listing, compressed."""
-        return zlib.compress(json.dumps({"noun": self.noun, "files": self.files}).encode(), 1)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | None) -> Self | None:
-        """Decode a listing; None for none, or for one that is damaged: then nothing is known about earlier data."""
-        try:
-            raw = json.loads(zlib.decompress(data or b""))
-            return cls({str(path): DataFile(*file) for path, file in raw["files"].items()}, str(raw["noun"]))
-        except (zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return None
+    digest: str
+    n_files: int
+    size_bytes: int
+    classes: tuple[str, ...]
+    noun: str
 
 
-def list_data(resolved: ResolvedConfig) -> DataListing:
-    """List the training data of a configuration.
+def look_at_data(resolved: ResolvedConfig) -> TrainingData:
+    """List the training data.
 
     Raises:
         UsageError: a source does not exist.
         StoreError: a source cannot be listed.
     """
-    files: dict[str, DataFile] = {}
+    rows, classes = [], set()
     for source in _sources(resolved):
-        files |= {f"{source.setting}/{path}": file for path, file in _list_source(source).items()}
-    return DataListing(files, "image" if resolved.config.workload == "images" else "file")
+        for path, (size_bytes, state) in _list_source(source).items():
+            rows.append((f"{source.setting}/{path}", size_bytes, state))
+            classes.add(str(PurePosixPath(path).parent))
+    lines = (f"{size_bytes} {state} {path}\n" for path, size_bytes, state in sorted(rows))
+    digest = sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    known = tuple(sorted(classes)) if len(classes) <= _MOST_CLASSES else ()
+    noun = "image" if resolved.config.workload == "images" else "file"
+    return TrainingData(digest, len(rows), sum(row[1] for row in rows), known, noun)
+
+
+def difference(before: RetrainRecord, now: TrainingData) -> list[str]:
+    """Describe in words how the data have changed, as "+312 images", "class pug is missing"; empty if they have not."""
+    more = now.n_files - before.n_files
+    words = [f"{'+' if more > 0 else '-'}{counted(abs(more), now.noun)}"] if more else []
+    what = "class" if now.noun == "image" else "folder"
+    for names, state in (
+        (missing_classes(before.classes, now.classes), "missing"),
+        (missing_classes(now.classes, before.classes), "new"),
+    ):
+        words += [f"{what} {shorten(name)} is {state}" for name in names[:_MOST_NAMED]]
+        words += [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return words or (["changed"] if before.data != now.digest else [])
+
+
+def missing_classes(before: Collection[str], now: Collection[str]) -> list[str]:
+    """Return the classes that are not there any more; none if one of both is not known."""
+    return sorted({*before} - {*now}) if before and now else []
 
 
 def names_data(resolved: ResolvedConfig) -> bool:
@@ -104,16 +101,16 @@ def _sources(resolved: ResolvedConfig) -> list[Location]:
     return [*sources, *(Location.of(place, {}, f"data.sources.{n}") for n, place in enumerate(config.data.sources))]
 
 
-def _list_source(source: Location) -> dict[str, DataFile]:
-    """List a source; a path or URL may also be one file."""
+def _list_source(source: Location) -> dict[str, tuple[int, str]]:
+    """Return path -> size in bytes, and a text that changes with the file. A path or URL may also be one file."""
     is_local, path = source.protocol == "file", Path(source.url)
     if is_local and not path.exists():
         raise UsageError(f"{source.setting} is {source.description}, which does not exist")
     if is_local and path.is_file():
-        return {path.name: DataFile(path.stat().st_size, f"{path.stat().st_mtime_ns:x}")}
+        return {path.name: (path.stat().st_size, f"{path.stat().st_mtime_ns:x}")}
     try:
         files = {
-            item.key: DataFile(item.size_bytes, item.version.partition("-")[0] if is_local else item.version)
+            item.key: (item.size_bytes, item.version.partition("-")[0] if is_local else item.version)
             for item in open_source(source, _LIMITS).listing()
             if "/." not in f"/{item.key}"  # hidden
         }
@@ -134,25 +131,7 @@ def _list_source(source: Location) -> dict[str, DataFile]:
         if refused is not None:
             raise refused from error
         return {}
-    return {PurePosixPath(source.url).name: DataFile(size_bytes, digest.hexdigest())}
-
-
-def difference(old: DataListing, new: DataListing) -> list[str]:
-    """Describe in words how the data have changed, as "+312 images", "class pug is missing"; empty if they have not."""
-    added, removed = new.files.keys() - old.files.keys(), old.files.keys() - new.files.keys()
-    changed = [path for path in new.files.keys() & old.files.keys() if new.files[path] != old.files[path]]
-    counts = {"+{}": len(added), "-{}": len(removed), "{} changed": len(changed)}
-    words = [form.format(counted(count, new.noun)) for form, count in counts.items() if count]
-    what = "class" if new.noun == "image" else "folder"
-    for names, state in ((missing_classes(old, new), "missing"), (missing_classes(new, old), "new")):
-        words += [f"{what} {shorten(name)} is {state}" for name in names[:_MOST_NAMED]]
-        words += [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return words
-
-
-def missing_classes(old: DataListing, new: DataListing) -> list[str]:
-    """Return the classes, or folders, that had files and have none any more, without the name of the source."""
-    return sorted(name.partition("/")[2] or name for name in old.classes - new.classes)
+    return {PurePosixPath(source.url).name: (size_bytes, digest.hexdigest())}
 
 
 def config_digest(resolved: ResolvedConfig) -> str:

@@ -10,7 +10,7 @@ from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ExitCode
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainStatus, Stage
-from ddptrain.retrain.fingerprint import DataListing, missing_classes
+from ddptrain.retrain.fingerprint import TrainingData, missing_classes
 
 # After these exit codes of the training, the next start continues it: the cause may have passed by then.
 _CONTINUED_AFTER = frozenset({ExitCode.CLUSTER, ExitCode.HANG, ExitCode.LOCKED})
@@ -107,21 +107,21 @@ def unchanged(
     return ""
 
 
-def data_problem(old: DataListing | None, new: DataListing, *, has_sources: bool) -> str:
+def data_problem(old: RetrainRecord | None, new: TrainingData, *, has_sources: bool) -> str:
     """Return why the training data look wrong, or "".
 
-    old: the data of the champion, None if they are not known.
+    old: a retraining with the data of the champion, None if they are not known.
     """
-    if not new.files:
+    if not new.n_files:
         return "there are no training data" if has_sources else ""
-    if old is None or not old.files:
+    if old is None or not old.n_files:
         return ""
-    many = len(old.files) > 1
-    before, now = (len(old.files), len(new.files)) if many else (old.size_bytes, new.size_bytes)
+    many = old.n_files > 1
+    before, now = (old.n_files, new.n_files) if many else (old.size_bytes, new.size_bytes)
     if now < before * _LEAST_SHARE:
         noun = f"{new.noun}s" if many else "bytes"
         return f"the training data have shrunk from {before:,} to {now:,} {noun}, to less than half"
-    if new.noun == "image" and (gone := missing_classes(old, new)):
+    if new.noun == "image" and (gone := missing_classes(old.classes, new.classes)):
         named = ", ".join(shorten(name) for name in gone[:_MOST_NAMED])
         return (
             f"class {named} has no images any more" if len(gone) == 1 else f"classes have no images any more: {named}"

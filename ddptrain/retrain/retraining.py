@@ -52,7 +52,7 @@ from ddptrain.results.run_record import root_cause, utc_now
 from ddptrain.results.runs import open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
-from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
+from ddptrain.retrain.fingerprint import config_digest, difference, look_at_data, names_data
 from ddptrain.retrain.messages import compose, events_to_report, known_states
 from ddptrain.retrain.start import ModelLock, RetrainOptions, StageOutput
 
@@ -304,41 +304,31 @@ class Retraining:
             StoreError: a source cannot be listed.
         """
         champion, force = self._champion(), self.options.force
-        before = self._listing_before(champion)
+        trained = [each for each in self.earlier if each.n_files and each.status in _TRAINED]
+        before = next((each for each in trained if each.version == champion), next(iter(trained), None))
         with self.signals.interrupting():
-            listing = list_data(self.resolved)
-        changes = difference(before, listing) if before is not None else []
+            found = look_at_data(self.resolved)
+        changes = difference(before, found) if before is not None else []
         has_sources, built_in = names_data(self.resolved), is_built_in(self.resolved.config.workload)
-        if problem := plan.data_problem(before, listing, has_sources=has_sources):
+        if problem := plan.data_problem(before, found, has_sources=has_sources):
             if not force:
                 raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
             self.out.warn(f"{problem}; training anyway, because of --force")
         if has_sources:
             changed = ", ".join(changes) or "unchanged" if before else "there is no earlier listing to compare with"
-            text = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes; {changed}"
+            text = f"{counted(found.n_files, found.noun)}, {found.size_bytes:,} bytes; {changed}"
         else:
             text = "built-in data" if built_in else "data.sources is empty, so changes of the data cannot be seen"
-        n_files, size_bytes = len(listing.files), listing.size_bytes
-        self.out.stage(Stage.CHECK_DATA, text, difference=changes, files=n_files, size_bytes=size_bytes)
-        about: dict[str, Any] = {"champion": champion, "n_files": n_files, "size_bytes": size_bytes}
-        self.record = replace(self.record, data=listing.digest, **about)
-        same = plan.unchanged(self.earlier, champion, self.record.config, listing.digest, self.settings)
+        size: dict[str, Any] = {"n_files": found.n_files, "size_bytes": found.size_bytes}
+        self.out.stage(Stage.CHECK_DATA, text, difference=changes, files=found.n_files, size_bytes=found.size_bytes)
+        self.record = replace(self.record, champion=champion, data=found.digest, classes=found.classes, **size)
+        same = plan.unchanged(self.earlier, champion, self.record.config, found.digest, self.settings)
         if same and (has_sources or built_in) and not self.record.run_id and not force:
             return self._unchanged(same)
         if self.options.dry_run:
             return self._would("train")
         self.record = replace(self.record, run_id=self.record.run_id or new_run_id(self.resolved.config.name))
-        self._update(difference=tuple(changes))
-        self.records.write_listing(self.record.number, listing.to_bytes())
-        self._update(stage=Stage.CHECK_DATA)
-        return None
-
-    def _listing_before(self, champion: int | None) -> DataListing | None:
-        """Return the listing of the champion's data, or else that of the last training whose listing is kept."""
-        champions = [each.number for each in self.earlier if champion is not None and each.version == champion]
-        for number in [*champions, *self.records.listed()]:
-            if (listing := DataListing.from_bytes(self.records.listing(number))) is not None:
-                return listing
+        self._update(stage=Stage.CHECK_DATA, difference=tuple(changes))
         return None
 
     def _unchanged(self, reason: str) -> RetrainRecord:

@@ -17,7 +17,7 @@ from ddptrain.log import Log
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.reports.destinations import Reporting
 from ddptrain.results import ownership
-from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
+from ddptrain.results.remote.lease import LOCK, Lease, claim_from
 from ddptrain.results.run_record import as_json_data
 from ddptrain.sanitize import sanitized
 from ddptrain.storage.object_store import ObjectStore
@@ -98,7 +98,7 @@ class ModelLock:
     def __init__(self, registry: Store, model: str) -> None:
         """registry: the folder of all models (ModelRegistry.folder)."""
         self._folder = registry.below(model).below("retrainings")
-        self._lock: ownership.Owner | StoreLock | None = None
+        self._lock: ownership.Owner | Lease | None = None
         self.model = model
         self.lost: DdptrainError | None = None
 
@@ -143,9 +143,9 @@ class ModelLock:
         if self._lock is not None:
             self._lock.assure()
 
-    def _new_lock(self) -> ownership.Owner | StoreLock:
+    def _new_lock(self) -> ownership.Owner | Lease:
         if isinstance(self._folder, ObjectStore):
-            return StoreLock(self._folder)
+            return Lease(self._folder)
         assert isinstance(self._folder, OwnFolder)
         self._folder.make_parent(LOCK)
         return ownership.Owner(self._folder.folder / LOCK)

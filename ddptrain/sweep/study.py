@@ -69,9 +69,9 @@ class Study:
         self._trials: list[optuna.Trial] = []
         self._reported: dict[int, int] = {}  # trial -> the number of values that the pruner knows
         self._pruned: set[int] = set()
-        self._tried = [_encoded_point(trial.params) for trial in trials] if sweep.searcher == "grid" else []
+        self._tried = [_encoded(sweep.space, trial.params) for trial in trials] if sweep.searcher == "grid" else []
         for record in trials:
-            self._study.enqueue_trial(_encoded_point(record.params))
+            self._study.enqueue_trial(_encoded(sweep.space, record.params))
             trial = self._study.ask(self._distributions)
             self._trials.append(trial)
             for index, value in enumerate(values_of_trial(record) if sweep.pruner != "none" else (), 1):
@@ -118,15 +118,18 @@ class Study:
 
     def _decoded(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a point in the order of the space, as the configuration has them."""
-        decoded = {}
-        for name, space in self._sweep.space.items():
-            value = params[name]
-            if isinstance(space, list):
-                value = next(
-                    (each for each in space if _encoded(each) == value and type(_encoded(each)) is type(value)), value
-                )
-            decoded[name] = value
-        return decoded
+        space = self._sweep.space
+        return {name: each[params[name]] if isinstance(each, list) else params[name] for name, each in space.items()}
+
+
+def _encoded(space: Mapping[str, Distribution | list[Any]], point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a point for Optuna: of a value of a list its index, because Optuna takes no lists and mappings."""
+    encoded = dict(point)
+    for name, each in space.items():
+        if isinstance(each, list):
+            texts = [json.dumps(value, sort_keys=True, default=str) for value in each]
+            encoded[name] = texts.index(json.dumps(point[name], sort_keys=True, default=str))
+    return encoded
 
 
 def check_choice(sweep: SweepConfig) -> None:
@@ -190,24 +193,15 @@ def _grid_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     better than the one before, no trial would end early.
     """
     values = [values_of(space) or [] for space in sweep.space.values()]
-    points = [_encoded_point(dict(zip(sweep.space, point, strict=True))) for point in itertools.product(*values)]
+    points = [_encoded(sweep.space, dict(zip(sweep.space, each, strict=True))) for each in itertools.product(*values)]
     yield from points if sweep.pruner == "none" else random.Random(0).sample(points, len(points))
 
 
 def _distribution(space: Distribution | list[Any]) -> BaseDistribution:
     if isinstance(space, list):
-        return CategoricalDistribution([_encoded(value) for value in space])
+        return CategoricalDistribution(range(len(space)))
     low, high = space.limits
     is_log = space.kind.startswith("log")
     if space.is_whole:
         return IntDistribution(int(low), int(high), log=is_log, step=int(space.step or 1))
     return FloatDistribution(low, high, log=is_log, step=space.step)
-
-
-def _encoded(value: Any) -> Any:
-    """Return a value of a list as Optuna takes it: lists and mappings are JSON."""
-    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else value
-
-
-def _encoded_point(point: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _encoded(value) for name, value in point.items()}

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,14 +28,12 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import make_temp_folder
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.rank_spec import LOST_AFTER_S
+from ddptrain.protocol.rank_spec import LOST_AFTER_S, WORKER_METRIC
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import RankServerClient
 
 if TYPE_CHECKING:
-    from types import FrameType
-
-    from distributed import Security, Worker
+    from distributed import Worker
 
     from ddptrain.worker.rank_host import RankHost
 
@@ -49,22 +46,22 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(UsageError):  # the driver, or `cluster up`, has already reported a wrong DDPTRAIN_LOG
         log.to_stderr()
     owned = options.scheduler == "-"
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if owned:  # Ctrl-C reaches the driver, too, which then stops the worker that it has started
+        numbers.remove(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     received: list[int] = []
-    _handle_signals(lambda number, _: received.append(number), owned=owned)
-    scratch = _scratch(options.scratch, owned=owned)
-    servers = _RankServers(scratch, options.tls_dir if owned else None)
-    servers.start()  # first, because the server imports torch for two seconds; meanwhile this process imports Dask
-
-    def end(*_: object) -> NoReturn:  # not an exception: any import may catch it
-        _clean_up(servers)
-        os._exit(0)
-
-    _handle_signals(end, owned=owned)
+    for number in numbers:
+        signal.signal(number, lambda number, _: received.append(number))
+    process = _Process(options, owned=owned)
+    process.start_server()  # first, because the server imports torch for two seconds; meanwhile this one imports Dask
+    for number in numbers:
+        signal.signal(number, lambda *_: process.end(0))  # not an exception: any import may catch it
     if received:
-        end()
+        process.end(0)
     code = 0
     try:
-        _serve(options, servers, owned=owned)
+        _serve(options, process, owned=owned)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except ClusterError as error:
@@ -73,34 +70,50 @@ def main(argv: list[str] | None = None) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    _clean_up(servers)
-    os._exit(code)  # task threads may still wait for a rank to end
+    process.end(code)
 
 
-def _handle_signals(handler: Callable[[int, FrameType | None], object], *, owned: bool) -> None:
-    signal.signal(signal.SIGTERM, handler)
-    # Ctrl-C reaches the driver, too, which then stops the worker that it has started.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if owned else handler)
+class _Process:
+    """What this process leaves behind if it does not clean up: its scratch folder, and its rank servers.
 
+    A second rank server replaces one that has died. A worker that a driver has started (`owned`) uses the driver's
+    scratch folder itself, and deletes the folder with the driver's key if the driver was killed.
+    """
 
-class _RankServers:
-    """The rank servers of this worker: the first one, and those that replaced a server that had died."""
+    def __init__(self, options: argparse.Namespace, *, owned: bool) -> None:
+        if options.scratch:
+            Path(options.scratch).mkdir(parents=True, exist_ok=True, mode=0o700)
+        in_place = owned and options.scratch
+        self.scratch = Path(options.scratch) if in_place else make_temp_folder("ddptrain-worker-", options.scratch)[0]
+        self.servers: list[RankServerClient] = []
+        self._driver_folder: Path | None = options.tls_dir if owned else None
+        self._parent = os.getppid()
 
-    def __init__(self, scratch: Path, driver_folder: Path | None = None) -> None:
-        """`driver_folder`: where the driver that has started this worker keeps its key."""
-        self.scratch, self.driver_folder, self.parent = scratch, driver_folder, os.getppid()
-        self.all: list[RankServerClient] = []
-
-    def start(self) -> RankServerClient:
+    def start_server(self) -> RankServerClient:
         """Start a rank server. It imports torch while the caller continues."""
         env = rank_environment.server_environment(os.environ)
-        self.all.append(RankServerClient(env, self.scratch / "rank-server.log"))
-        return self.all[-1]
+        self.servers.append(RankServerClient(env, self.scratch / "rank-server.log"))
+        return self.servers[-1]
 
-    def close(self) -> None:
-        """End all servers and their ranks."""
-        for server in self.all:
+    def end_with_stdin(self) -> NoReturn:
+        """Wait for the end of stdin; then the driver has ended."""
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        self.end(0)
+
+    def end(self, code: int) -> NoReturn:
+        """End the ranks and their servers, delete the files, and end this process: task threads may still wait."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        for server in self.servers:
             server.close()
+        if all(server.wait(deadlines.SERVER_END_S) for server in self.servers):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        if self._driver_folder is not None and os.getppid() != self._parent:
+            shutil.rmtree(self._driver_folder, ignore_errors=True)
+        os._exit(code)
 
 
 class _LazyThreadPoolExecutor(ThreadPoolExecutor):
@@ -129,50 +142,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _scratch(folder: str, *, owned: bool) -> Path:
-    """Create the scratch folder. A worker that a driver has started (`owned`) uses the driver's `folder` itself."""
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        if owned:
-            return Path(folder)
-    return make_temp_folder("ddptrain-worker-", folder)[0]
-
-
-def _clean_up(servers: _RankServers) -> None:
-    """End the ranks and their server, and delete their files."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-    servers.close()
-    if all(server.wait(deadlines.SERVER_END_S) for server in servers.all):
-        shutil.rmtree(servers.scratch, ignore_errors=True)
-    if servers.driver_folder is not None and os.getppid() != servers.parent:  # the driver was killed
-        shutil.rmtree(servers.driver_folder, ignore_errors=True)
-
-
-def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -> None:
-    gpus = _gpus(options.gpus)
-    slots = options.slots or default_slots(gpus)
+def _serve(options: argparse.Namespace, process: _Process, *, owned: bool) -> None:
+    """Join the scheduler, once it is known, and run ranks until the end."""
+    if options.gpus == "auto":
+        gpus = visible_gpus(os.environ)
+    else:
+        words = [] if options.gpus == "none" else options.gpus.split(",")
+        gpus = tuple(word.strip() for word in words if word.strip())
     _import_dask()
     import asyncio
 
     from ddptrain.worker.rank_host import RankHost, slot_resources
 
-    resources = slot_resources(slots, gpus)
+    resources = slot_resources(options.slots or default_slots(gpus), gpus)
     address = _address(options)
     if not address:
         return  # the driver that started this worker has already ended
     environ = rank_environment.without_nanny(os.environ, {})
-    host = RankHost(servers.all[0], servers.start, environ, gpus, servers.scratch)
+    host = RankHost(process.servers[0], process.start_server, environ, gpus, process.scratch)
     if owned:
-        threading.Thread(target=_wait_for_parent, args=(servers,), daemon=True).start()
+        threading.Thread(target=process.end_with_stdin, daemon=True).start()
     asyncio.run(_run(options, address, host, resources))
-
-
-def _gpus(option: str) -> tuple[str, ...]:
-    if option == "auto":
-        return visible_gpus(os.environ)
-    return tuple(name.strip() for name in option.split(",") if name.strip()) if option != "none" else ()
 
 
 def _import_dask() -> None:
@@ -211,25 +201,19 @@ def _address(options: argparse.Namespace) -> str:
         time.sleep(_FILE_POLL_S)
 
 
-def _security(tls_dir: Path | None) -> Security | None:
-    """Return the TLS settings. The cluster's certificate is self-signed: it is also the certificate authority."""
-    from distributed import Security
-
-    if tls_dir is None:
-        return None
-    certificate, key = str(tls_dir / "cert.pem"), str(tls_dir / "key.pem")
-    return Security(require_encryption=True, tls_ca_file=certificate, tls_worker_cert=certificate, tls_worker_key=key)
-
-
 async def _run(options: argparse.Namespace, address: str, host: RankHost, resources: dict[str, float]) -> None:
     """Run the Dask worker until the scheduler or a signal ends it. Raises ClusterError if no scheduler answers."""
     import asyncio
 
-    from distributed import Worker
+    from distributed import Security, Worker
 
-    from ddptrain.protocol.rank_spec import WORKER_METRIC
     from ddptrain.worker.rank_host import MAX_SLOTS
 
+    security = None
+    if options.tls_dir is not None:  # the cluster's certificate is self-signed: it is also the certificate authority
+        certificate, key = str(options.tls_dir / "cert.pem"), str(options.tls_dir / "key.pem")
+        files = {"tls_ca_file": certificate, "tls_worker_cert": certificate, "tls_worker_key": key}
+        security = Security(require_encryption=True, **files)
     worker = Worker(
         address,
         name=options.name or None,
@@ -237,7 +221,7 @@ async def _run(options: argparse.Namespace, address: str, host: RankHost, resour
         executor=_LazyThreadPoolExecutor(MAX_SLOTS, "ddptrain-task"),
         resources=resources,
         host=options.host or ("127.0.0.1" if "//127.0.0.1:" in address else None),
-        security=_security(options.tls_dir),
+        security=security,
         local_directory=str(host.scratch),
         plugins=(host,),
         memory_limit=0,
@@ -245,56 +229,40 @@ async def _run(options: argparse.Namespace, address: str, host: RankHost, resour
         death_timeout=options.timeout,
     )
     worker.metrics[WORKER_METRIC] = host.metric
-    signals = _Signals()
-    worker_task = asyncio.ensure_future(_run_worker(worker, address))
-    stop_signal = asyncio.ensure_future(signals.first.wait())
-    await asyncio.wait((worker_task, stop_signal), return_when=asyncio.FIRST_COMPLETED)
-    if not worker_task.done():
-        draining = asyncio.ensure_future(host.drain(lambda: signals.count > 1))
-        await asyncio.wait((worker_task, draining), return_when=asyncio.FIRST_COMPLETED)
+    loop, received = asyncio.get_running_loop(), list[int]()
+    signalled = asyncio.Event()
+
+    def take(number: int) -> None:
+        received.append(number)
+        signalled.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, take, number)
+    running = asyncio.ensure_future(_join(worker, address))
+    stopping = asyncio.ensure_future(signalled.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not running.done():
+        draining = asyncio.ensure_future(host.drain(lambda: len(received) > 1))
+        await asyncio.wait((running, draining), return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
     host.server.close()
-    stop_signal.cancel()
-    if worker_task.done():
-        worker_task.result()  # raises the error that ended it, if any
+    stopping.cancel()
+    if running.done():
+        running.result()  # raises the error that ended it, if any
     else:
         with contextlib.suppress(Exception):  # the process ends in any case
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
 
 
-class _Signals:
-    """Counts SIGTERM, and SIGINT unless it is ignored because the driver handles it."""
-
-    def __init__(self) -> None:
-        import asyncio
-
-        self.first = asyncio.Event()
-        self.count = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, self._count)
-
-    def _count(self) -> None:
-        self.count += 1
-        self.first.set()
-
-
-async def _run_worker(worker: Worker, address: str) -> None:
+async def _join(worker: Worker, address: str) -> None:
+    """Run the worker to its end. Raises ClusterError if it can't start."""
     try:
         await worker
     except (OSError, TimeoutError, RuntimeError) as error:
         cause = error.__cause__ or error  # Dask's RuntimeError says only that the start failed
         raise ClusterError(f"this worker could not join the Dask scheduler at {address}: {cause}") from error
     await worker.finished()
-
-
-def _wait_for_parent(servers: _RankServers) -> NoReturn:
-    """Wait for the end of stdin; then the driver has ended, and this process must clean up."""
-    with contextlib.suppress(OSError):
-        while os.read(0, 4096):
-            pass
-    _clean_up(servers)
-    os._exit(0)
 
 
 if __name__ == "__main__":

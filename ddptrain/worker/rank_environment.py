@@ -49,37 +49,30 @@ class HostResources:
     interface: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class RankResources:
-    """What a worker provides for a rank; `gpu` is the entry for CUDA_VISIBLE_DEVICES, None on the CPU."""
-
-    gpu: str | None
-    host: HostResources
-    staging: str
-
-
-def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResources) -> RankSpec:
+def complete(
+    spec: RankSpec, environ: Mapping[str, str], host: HostResources, gpu: str | None, staging: str
+) -> RankSpec:
     """Return the spec with environment, device, threads and staging folder.
 
-    `environ` is the worker's environment without the nanny's variables.
+    environ: the worker's, without the nanny's variables. gpu: that of the slot, as in CUDA_VISIBLE_DEVICES, or None.
     """
     chosen = {**environ, **spec.env}
-    gpu = resources.gpu if spec.placement.use_gpu else None
+    gpu = gpu if spec.placement.use_gpu else None
     # Each slot gets its share of the cores, even if it is free now: a rank of another run may use it later.
-    threads = max(1, resources.host.cores // max(spec.placement.local_world_size, resources.host.slots))
+    threads = max(1, host.cores // max(spec.placement.local_world_size, host.slots))
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
-    if resources.host.interface is not None:
+    if host.interface is not None:
         # Otherwise gloo resolves the host name, which often gives a wrong address.
-        tuned["GLOO_SOCKET_IFNAME"] = resources.host.interface
+        tuned["GLOO_SOCKET_IFNAME"] = host.interface
     if "nccl" in spec.group.backend:
         tuned |= {  # NCCL writes its last operations to a file after a time-out; newer torch reads these names, too
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{resources.staging}/{FLIGHT_RECORD}",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{staging}/{FLIGHT_RECORD}",
         }
     if spec.code.is_script:
         tuned["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun
-    env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, resources.staging)}
+    env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, staging)}
     if spec.code.built_in:
         env = without_working_directory(env)
     report = {
@@ -89,7 +82,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(spec, env=env, host=HostSettings(gpu, resources.staging, threads, report))
+    return dataclasses.replace(spec, env=env, host=HostSettings(gpu, staging, threads, report))
 
 
 def interface_of(host: str) -> str | None:

@@ -27,7 +27,7 @@ from ddptrain.protocol import deadlines, news
 from ddptrain.protocol.news import LogLine, News, RankExit, RankNews
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.worker import rank_environment, spool, stack_reports
-from ddptrain.worker.rank_environment import HostResources, RankResources
+from ddptrain.worker.rank_environment import HostResources
 from ddptrain.worker.rank_host import RankHost, offered_slots, rank_host
 from ddptrain.worker.system_metrics import MemoryWatch, SampledRank, SystemSampler, cpu_seconds, members
 
@@ -69,15 +69,6 @@ def run_ranks(order: Order) -> None:
     texts = host.take_specs(order.run_id, order.attempt)
     specs = [RankSpec.from_json(texts[rank]) for rank in order.ranks]
     RanksTask(worker, host, [spec.with_port(order.port) if order.port else spec for spec in specs]).run()
-
-
-def run_rank(spec_json: str) -> RankExit:
-    """Run one rank until it has ended. Raises RankServerLost if it could not be started, or its server died."""
-    worker, spec = get_worker(), RankSpec.from_json(spec_json)
-    (result,) = RanksTask(worker, rank_host(worker, spec.run_id), [spec]).run()
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 class RanksTask:
@@ -222,9 +213,8 @@ class _Rank:
         spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
         if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
-        gpu = self.host.gpu_of(spec.placement.slot)
-        rank_resources = RankResources(gpu, resources, str(self.spool.staging))
-        return rank_environment.complete(spec, self.host.environ, rank_resources)
+        gpu, staging = self.host.gpu_of(spec.placement.slot), str(self.spool.staging)
+        return rank_environment.complete(spec, self.host.environ, resources, gpu, staging)
 
     def log(self, message: str, /, **fields: object) -> None:
         """Log a decision, here and in the driver."""

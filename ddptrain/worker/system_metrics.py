@@ -190,17 +190,12 @@ _MEASURES: dict[str, Callable[[Any, Any], float]] = {
 
 
 class GpuReader:
-    """Reads GPUs with NVML: CUDA is not initialized, and no memory of the GPU is used.
+    """Reads GPUs with NVML: CUDA is not initialized, and no memory of the GPU is used."""
 
-    A metric that a GPU cannot measure (a MIG instance has no utilization) is not requested again.
-    """
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._refused: dict[str, set[str]] = defaultdict(set)
+    _nvml: Any = None
 
     def read(self, name: str, metrics: Iterable[str] = tuple(_MEASURES)) -> dict[str, float]:
-        """Return the metrics of a GPU; {} without NVML.
+        """Return the metrics that a GPU can measure (a MIG instance has no utilization); {} without NVML.
 
         `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
         """
@@ -210,21 +205,15 @@ class GpuReader:
 
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-        except Exception:  # no driver, or no nvidia-ml-py, whose exceptions then do not exist
-            return {}
-        nvml = self._nvml
-        values: dict[str, float] = {}
-        refused = self._refused[name]
-        lasting = nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
-        with suppress(nvml.NVMLError):
+            nvml = self._nvml
             by_index = name.isdigit()
             gpu = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
-            for metric in set(metrics) - refused:
-                try:
-                    values[metric] = float(_MEASURES[metric](nvml, gpu))
-                except Exception as error:  # nvidia-ml-py has an error of another class for drivers that are too old
-                    if isinstance(error, lasting) or not isinstance(error, nvml.NVMLError):
-                        refused.add(metric)
+        except Exception:  # no driver, no such GPU, or no nvidia-ml-py, whose exceptions then do not exist
+            return {}
+        values: dict[str, float] = {}
+        for metric in metrics:
+            with suppress(Exception):  # this GPU or its driver does not support it
+                values[metric] = float(_MEASURES[metric](nvml, gpu))
         return values
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file, publish
-from ddptrain.rank.checkpoint.weights import checkpoint_folder
+from ddptrain.workloads.checkpoint import checkpoint_folder
 from ddptrain.workloads.petnames.names import BLANK, STOP, SYMBOLS
 
 WEIGHTS = "model.safetensors"

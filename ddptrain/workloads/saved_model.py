@@ -8,7 +8,7 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
-from ddptrain.rank.checkpoint.weights import checkpoint_folder
+from ddptrain.workloads.checkpoint import checkpoint_folder
 
 
 def load_trained(run_dir: Path, workload: str) -> torch.nn.Module:

@@ -51,10 +51,9 @@ DOORS = {
     ("workloads", "ddptrain.rank.context"),
     ("workloads", "ddptrain.rank.prepare"),  # weights of rank 0 for all, after DDP was built
     ("workloads", "ddptrain.rank.checkpoint.weights"),  # a saved model
-    ("weights.py", "ddptrain.results.checkpoints.verification"),  # a checkpoint is verified before it is used
-    ("weights.py", "ddptrain.results.errors"),
+    ("checkpoint.py", "ddptrain.results.checkpoints.verification"),  # a checkpoint is verified before it is used
+    ("checkpoint.py", "ddptrain.results.errors"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
-    ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
     ("__init__.py", "ddptrain.rank.evaluation"),  # ddptrain.SavedCheckpoint
     ("__main__.py", "ddptrain.cli.main"),

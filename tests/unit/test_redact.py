@@ -12,9 +12,9 @@ from ddptrain.redact import (
     hide_credentials,
     hide_known,
     hide_secrets,
+    is_secret_file,
     known_secrets,
 )
-from ddptrain.secret_rules import is_secret_file
 
 # --- What counts as a secret, as a table; and that every place that writes, sends or ships something uses it ---
 

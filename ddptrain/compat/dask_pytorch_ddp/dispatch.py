@@ -1,42 +1,46 @@
-"""`dispatch.run`: a function on every slot of a Dask cluster, as the ranks of one process group."""
+"""`dispatch.run`: a function on every slot of a Dask cluster, as the ranks of one process group.
+
+Each call is a run of the driver (driver/run.py) in a thread of the notebook, over the client that the user has, with
+its run directory in a temporary folder. The ranks save their results as artifacts; the futures are set at the end.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import logging
 import os
-import queue
+import pickle
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from distributed import Client, Future, Scheduler, Worker, get_worker
+from distributed import Client, Future
 
-from ddptrain.clusters.compatibility import check_cluster
-from ddptrain.clusters.scheduler import slots
-from ddptrain.compat.dask_pytorch_ddp import failures, outbox
-from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, read_answer
-from ddptrain.config.run_config import FailureConfig, RunConfig
-from ddptrain.driver.rank_specs import rank_sections
-from ddptrain.driver.ranks import RankPlace
-from ddptrain.driver.reservation import SlotRequest, WaitHooks
-from ddptrain.driver.workers import Workers
+from ddptrain.clusters.backends.run_cluster import AttachedCluster
+from ddptrain.clusters.resolve import Target
+from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ANSWERS, WORKLOAD, RankFailed
+from ddptrain.compat.dask_pytorch_ddp.results import FOLDER, JOBS, VARIABLE
+from ddptrain.config.load import load_mapping
+from ddptrain.driver.cluster_session import SharedRun
+from ddptrain.driver.connect import Session
+from ddptrain.driver.control.signals import ThreadSignals
+from ddptrain.driver.display import Display
+from ddptrain.driver.inbox import Inbox
+from ddptrain.driver.observers import OPENED
+from ddptrain.driver.run import LaunchOptions, train
+from ddptrain.driver.workers import ClusterNews
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol import rank_spec
-from ddptrain.protocol.news import RankExit
-from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.results.layout import new_run_id
-from ddptrain.worker import driver_calls, rank_task, spool
-from ddptrain.worker.rank_host import rank_host
+from ddptrain.log import own_context
+from ddptrain.protocol.news import describe_status
+from ddptrain.results.layout import INCOMING, new_run_id
+from ddptrain.results.run import Run
+from ddptrain.results.run_record import RunRecord, root_cause
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.dispatch import dispatch_with_ddp
@@ -44,16 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["dispatch_with_ddp", "run"]
 
-logger = logging.getLogger(__name__)
-
-_WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rank_entrypoint:main"
-_START_S = 60.0  # time for the first worker to appear
-_WAIT_S = 300.0  # time to wait for slots that other runs use
-GRACE_S = 10.0  # from SIGTERM to SIGKILL
-_WATCH_S = 0.05
-_WORKERS_POLL_S = 1.0
-_VICTIMS_S = 1.0  # after a failure, time for the other ranks to fail with their own errors
-_POLL_S = 0.1
+_START_S, _WAIT_S = 60.0, 300.0  # time for the first worker to appear, and for slots that other runs use
+_GRACE_S = 10.0  # from SIGTERM to SIGKILL
 _TAIL_BYTES = 2000
 
 
@@ -71,7 +67,7 @@ def run(
     initialized (`backend`: by default nccl if every slot has a GPU, else gloo). The future of a rank has the return
     value or the exception of the function; after an exception the other ranks are stopped. With `pass_local_rank` the
     function also gets `local_rank`: 0 with a GPU, because the rank sees only its own GPU; on the CPU the number of the
-    rank on its host.
+    rank on its host. Arguments that are futures are replaced by their values.
 
     Raises:
         ClusterError: there are no free slots, or workers lack a package.
@@ -79,89 +75,181 @@ def run(
     """
     if client.asynchronous:
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
-    pickled = _pickled(pytorch_function, args, kwargs)
-    worker_group = Workers(client, new_run_id("dispatch"), queue.SimpleQueue())
-    hooks = WaitHooks(
-        check=lambda workers: check_cluster(client, workers),
-        worker_fault=lambda: None,
-        last_words=lambda: "",
-        tell=logger.warning,
-        cluster="",
-    )
+    values, named = client.gather((list(args), kwargs))
     try:
-        places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), hooks)
-        specs = _specs(worker_group.run_id, places, backend)
-        port = _store_port(client, specs[0], places[0])
-        futures = []
-        for spec, place in zip(specs, places, strict=True):
-            future_arguments = _futures_in(args, kwargs)
-            if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
-                future_arguments["local_rank"] = 0 if place.slot.gpu else place.placement.local_rank
-            futures.append(
-                client.submit(
-                    run_job,
-                    spec.with_port(port).to_json(),
-                    pickled,
-                    future_arguments,
-                    key=spec.key,
-                    workers=[place.slot.worker],
-                    allow_other_workers=False,
-                    resources={rank_spec.SLOT_RESOURCE: 1} if place.slot.counted else None,
-                    pure=False,
-                    retries=0,
-                )
-            )
-    except BaseException:
-        with contextlib.suppress(Exception):  # the scheduler may have ended
-            client.run_on_scheduler(slots.release, worker_group.run_id)
-        raise
-    start(client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
-    return futures
-
-
-def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """Return the pickled function and arguments, with None in place of futures, whose values Dask delivers."""
-    plain_args = tuple(None if isinstance(value, Future) else value for value in args)
-    plain_kwargs = {name: None if isinstance(value, Future) else value for name, value in kwargs.items()}
-    try:
-        data: bytes = cloudpickle.dumps((function, plain_args, plain_kwargs))
+        pickled = cloudpickle.dumps((pytorch_function, tuple(values), named))
     except Exception as error:  # pickling runs user code, which may raise anything
-        raise UsageError(f"{function!r} or its arguments can't be pickled for the workers: {error}") from error
-    return data
+        raise UsageError(f"{pytorch_function!r} or its arguments can't be pickled for the workers: {error}") from error
+    job = Job(client, {"job": b64encode(pickled).decode(), "pass_local_rank": pass_local_rank}, backend or "auto")
+    JOBS[job.run_id] = job
+    return job.start()
 
 
-def _futures_in(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    places: dict[int | str, Any] = {place: value for place, value in enumerate(args) if isinstance(value, Future)}
-    return places | {name: value for name, value in kwargs.items() if isinstance(value, Future)}
+class Job:
+    """One call of run(): a run in a thread. `ended` is set when all its futures are done, and its files are there."""
 
+    def __init__(self, client: Client, params: Mapping[str, Any], backend: str) -> None:
+        self.client, self.run_id = client, new_run_id("dispatch")
+        scheduler: Any = client.scheduler
+        self.address = str(scheduler.address)
+        self.ended = threading.Event()
+        self._began = threading.Event()  # the number of ranks is known, or the run has ended
+        self._folder = tempfile.TemporaryDirectory(prefix="ddptrain-dispatch-", ignore_cleanup_errors=True)
+        self.root = Path(self._folder.name, self.run_id)  # the run directory
+        self._params, self._backend = params, backend
+        self._keys: list[str] = []
+        self._futures: list[Future[Any]] = []  # until the caller has them
+        self._display: Display | None = None
+        self._record = RunRecord()
+        self._error: BaseException | None = None
 
-def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> list[RankSpec]:
-    chosen = backend or ("nccl" if all(place.slot.gpu for place in places) else "gloo")
-    # The modules of the function are beside the client's script, or in its working directory.
-    first = os.path.abspath(sys.path[0]) if sys.path else os.getcwd()
-    search_path = tuple(dict.fromkeys((first, os.getcwd())))
-    config = rank_sections(RunConfig(workload=_WORKLOAD, failure=FailureConfig(grace_s=GRACE_S)))
-    return [
-        RankSpec(
-            run_id=run_id,
-            attempt=1,
-            rank=place.rank,
-            config=config,
-            placement=place.placement,
-            group=rank_spec.ProcessGroup(chosen, rank_spec.DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
-            code=rank_spec.Code(_WORKLOAD, os.getcwd(), sys_path=search_path),
+    def start(self) -> list[Future[Any]]:
+        """Start the run, and return its futures when its slots are reserved. Raises ClusterError, UsageError."""
+        threading.Thread(target=self._main, name=self.run_id, daemon=True).start()
+        self._began.wait()
+        if not self._futures:
+            raise self._error or ClusterError(root_cause(self._record.failure))
+        futures, self._futures = self._futures, []
+        return futures
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The error of the rank that failed first; None if the run has succeeded."""
+        failure = self._record.failure
+        if failure is None:
+            return self._error
+        return self._error_of(failure.rank) if failure.rank is not None else RankFailed(root_cause(failure))
+
+    def collect(self, key: str, prefix: Path) -> None:
+        """Move the results with this key that have arrived below the folder `prefix`. Raises OSError."""
+        folder = self.root / "artifacts" / FOLDER / key
+        for path in [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(INCOMING)]:
+            target = prefix / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            incoming = target.with_name(f"{INCOMING}{target.name}")
+            taken = Path(self._folder.name, "taken")
+            os.replace(path, taken)  # first: the rank may submit a file of this name again
+            shutil.move(taken, incoming)
+            os.replace(incoming, target)
+
+    def _main(self) -> None:
+        with own_context():
+            try:
+                train(self._config(), LaunchOptions(self.run_id, observers=[self], shared=self._shared()))
+            except BaseException as error:  # the caller of start(), or the futures, get it
+                self._error = error
+        for rank, key in enumerate(self._keys):
+            self._set(rank, key)
+        self.ended.set()
+        self._began.set()
+
+    def _config(self) -> Any:
+        # The modules of the function are beside the client's script, or in its working directory.
+        folder = Path(sys.path[0] if sys.path else "").absolute()
+        config = {
+            "workload": WORKLOAD,
+            "params": self._params,
+            "env": {VARIABLE: FOLDER},
+            "cluster": {"address": self.address, "start_timeout_s": _START_S, "wait_s": _WAIT_S},
+            "dist": {"backend": self._backend},
+            "failure": {"grace_s": _GRACE_S, "hang_timeout_s": None, "nan": "ignore"},
+            "results": {"dir": self._folder.name},
+        }
+        return load_mapping(config, folder, source="dispatch.run")
+
+    def _shared(self) -> SharedRun:
+        session = Session(self.client, Target(self.address), ClusterNews(self.client))
+        return SharedRun(_JobCluster(self), session, self._signals_to, threading.Lock())
+
+    def _signals_to(self, inbox: Inbox) -> ThreadSignals:
+        self._signals = ThreadSignals(inbox)
+        return self._signals
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Show the output of the ranks, and make the futures when their number is known."""
+        if event["event"] == OPENED:
+            self._display = Display("plain", self.root / "logs", self.run_id, stdout=sys.stderr)
+        elif event["event"] == "run_started":
+            self._keys = [f"{self.run_id}/{rank}" for rank in range(event["world_size"])]
+            self._futures = [Future(key, self.client) for key in self._keys]
+            self._began.set()
+        if self._display is not None:
+            self._display.on_event(event)
+
+    def on_end(self, run: Run) -> None:
+        """Note how the run has ended."""
+        self._record = run.record
+        if self._display is not None:
+            self._display.on_end(run)
+
+    def stop_if_unwanted(self) -> None:
+        """Stop the run if the user has deleted all futures, as Dask does with its own tasks."""
+        if self._keys and not self._signals.taken and not any(key in self.client.futures for key in self._keys):
+            self._signals.send(signal.SIGTERM)
+
+    def _set(self, rank: int, key: str) -> None:
+        """Set the future of a rank, unless the user has deleted it."""
+        if (state := self.client.futures.get(key)) is None:
+            return
+        error: BaseException | None = None
+        try:
+            if (value := self._answer(rank, "value")).is_file():
+                self.client.scatter({key: pickle.loads(value.read_bytes())}, hash=False)  # noqa: S301  # of its rank
+            elif self._status(rank) == 0:  # the function called sys.exit(0)
+                self.client.scatter({key: None}, hash=False)
+            else:
+                error = self._error_of(rank)
+        except Exception as problem:  # unpickling runs user code; the cluster may have ended
+            error = RankFailed(f"the return value of rank {rank} can't be read: {problem!r}")
+        if error is not None:
+            loop: Any = self.client.loop
+            loop.add_callback(state.set_error, error, None)
+
+    def _answer(self, rank: int, kind: str) -> Path:
+        return self.root / "artifacts" / ANSWERS / f"{rank}.{kind}"
+
+    def _status(self, rank: int) -> int | None:
+        """Return the exit status of a rank; None if it is not known."""
+        attempts = self._record.attempts
+        return attempts[-1].ranks[rank].exit if attempts and attempts[-1].ranks else None
+
+    def _error_of(self, rank: int) -> BaseException:
+        """Return the exception of a rank, or else how it has ended, with its last output."""
+        path, status, failure = self._answer(rank, "error"), self._status(rank), self._record.failure
+        with suppress(Exception):  # unpickling runs user code
+            if path.is_file():
+                error: BaseException = pickle.loads(path.read_bytes())  # noqa: S301  # written by its rank
+                return error
+        if status is None or (failure is not None and failure.rank == rank):
+            return self._error or RankFailed(root_cause(failure))
+        host = self._record.attempts[-1].ranks[rank].host
+        with (self.root / "logs" / f"rank-{rank}.log").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            tail = file.read().decode("utf-8", "replace").strip()
+        return RankFailed(
+            f"rank {rank} on {host}: {describe_status(status)}" + (f"; its last output:\n{tail}" if tail else "")
         )
-        for place in places
-    ]
 
 
-def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
-    worker = place.slot.worker
-    try:
-        ports = client.run(open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
-    except OSError as error:
-        raise ClusterError(f"the worker {worker} can't listen on {first.group.master_addr}: {error}") from error
-    return int(ports[worker])
+class _JobCluster(AttachedCluster):
+    """The cluster of the user's client."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    @property
+    def description(self) -> str:
+        """What it is, for messages."""
+        return self.job.address
+
+    def last_words(self) -> str:
+        """Return nothing: the cluster is the user's."""
+        return ""
+
+    def worker_fault(self) -> str | None:
+        """Return None. The run asks at intervals: is it still wanted?"""
+        self.job.stop_if_unwanted()
+        return None
 
 
 if not TYPE_CHECKING:
@@ -173,160 +261,3 @@ if not TYPE_CHECKING:
 
             return dispatch_with_ddp
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
-    """Watch the worker group until it has ended; `places` maps the keys of the ranks to workers."""
-    loop: Any = client.loop
-    loop.add_callback(_Watch(client, run_id, dict(places)).run)
-
-
-class _Watch:
-    """Watches one worker group. It has keys, not futures: if the user deletes all futures, Dask ends the ranks."""
-
-    def __init__(self, client: Client, run_id: str, places: dict[str, str]) -> None:
-        self.client, self.run_id, self.places = client, run_id, places
-        self.failed_at: float | None = None
-        self.stopped = False
-
-    async def run(self) -> None:
-        """Watch until the end; never raises."""
-        with suppress(Exception):  # it runs in the user's event loop, which must not get errors
-            await self._watch()
-        with suppress(Exception):  # the scheduler may have ended
-            await self.client.run_on_scheduler(slots.release, self.run_id)
-
-    async def _watch(self) -> None:
-        checked_at = time.monotonic()
-        while (pending := self._pending_keys()) and self.client.status == "running":
-            if self.failed_at is not None and not self.stopped and time.monotonic() - self.failed_at > _VICTIMS_S:
-                self.stopped = True
-                await self._stop(pending)
-            if time.monotonic() - checked_at > _WORKERS_POLL_S:
-                await self._give_up_lost(pending)
-                checked_at = time.monotonic()
-            await asyncio.sleep(_WATCH_S)
-
-    def _pending_keys(self) -> list[str]:
-        """Return the keys of ranks that have not ended; set failed_at after the first failure."""
-        states = {key: self.client.futures.get(key) for key in self.places}
-        if self.failed_at is None and any(state is None or state.status in _BAD for state in states.values()):
-            self.failed_at = time.monotonic()
-        return [key for key, state in states.items() if state is not None and state.status == "pending"]
-
-    async def _stop(self, keys: Sequence[str]) -> None:
-        workers = sorted({self.places[key] for key in keys})
-        await self.client.run(
-            driver_calls.stop_ranks,
-            self.run_id,
-            list(keys),
-            GRACE_S,
-            workers=workers,
-            on_error="ignore",
-            asynchronous=True,
-        )
-
-    async def _give_up_lost(self, keys: Sequence[str]) -> None:
-        """Cancel the ranks of lost workers, for which Dask would wait forever."""
-        workers = sorted({self.places[key] for key in keys})
-        gone = await self.client.run_on_scheduler(_absent, workers)
-        for key in keys:
-            if self.places[key] in gone:
-                reason = f"the worker {self.places[key]} of rank {key.rpartition('/')[2]} was lost"
-                future: Future[Any] = Future(key, self.client)
-                await self.client.cancel([future], asynchronous=True, force=True, reason="lost", msg=reason)
-
-
-_BAD = ("error", "cancelled", "lost")
-
-
-def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
-    """Return the workers that have left the cluster; for run_on_scheduler."""
-    return [worker for worker in workers if worker not in dask_scheduler.workers]
-
-
-async def open_store(run_id: str, key: str, host: str, dask_worker: Worker) -> int:
-    """Open the TCPStore of the worker group whose rank 0 has that key; return its port. For client.run."""
-    return rank_host(dask_worker, run_id).open_store(key, host)
-
-
-def run_job(spec_json: str, pickled: bytes, future_arguments: Mapping[int | str, Any]) -> Any:
-    """Run the pickled (function, args, kwargs) as a rank; `future_arguments` are the arguments that the user passed as
-    futures.
-
-    Raises the exception of the function, or RankFailed if its process ended without one.
-    """
-    spec = RankSpec.from_json(spec_json)
-    worker = get_worker()
-    host = rank_host(worker, spec.run_id)
-    folder = host.scratch / spec.run_id / f"job-{spec.rank}"
-    folder.mkdir(parents=True, mode=0o700)
-    job, answer = folder / "job", folder / "answer"
-    job.write_bytes(cloudpickle.dumps((pickled, dict(future_arguments))))  # not unpickled here: that may import torch
-    spec = dataclasses.replace(
-        spec,
-        code=dataclasses.replace(
-            spec.code,
-            params={"job": str(job), "answer": str(answer)},
-            sys_path=(*spec.code.sys_path, worker.local_directory),  # Client.upload_file puts modules there
-        ),
-        env={**spec.env, outbox.VARIABLE: str(outbox.make_box(worker, spec.run_id))},
-    )
-    log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
-    with _echoed(log):
-        exited = rank_task.run_rank(spec.to_json())
-    return _outcome(spec, str(answer), log, exited)
-
-
-def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
-    who = f"rank {spec.rank} on {socket.gethostname()}"
-    try:
-        if exited.status == 0:
-            return read_answer(answer, VALUE)
-        raised = read_answer(answer, ERROR)
-    except FileNotFoundError:
-        if exited.status == 0:
-            return None  # the function called sys.exit(0)
-        text = f"{who}: {exited.text}{_log_tail(log)}"
-        raise failures.ended(text, exited.time_ns, victim=exited.status == -signal.SIGTERM) from None
-    except Exception as error:  # unpickling runs user code, which may raise anything
-        what = "return value" if exited.status == 0 else "exception"
-        text = f"{who}: its {what} can't be read on its worker: {error!r}{_log_tail(log)}"
-        raise failures.ended(text, exited.time_ns) from error
-    raise raised
-
-
-def _log_tail(log: Path) -> str:
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace").strip()
-        return f"; its last output:\n{text}" if text else ""
-    return ""
-
-
-@contextmanager
-def _echoed(log: Path) -> Iterator[None]:
-    """Copy the rank's output to the output of this worker until the block ends, as for Dask's own tasks."""
-    ended = threading.Event()
-    echo = threading.Thread(target=_echo, args=(log, ended), name="ddptrain-echo", daemon=True)
-    echo.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        echo.join()
-
-
-def _echo(log: Path, ended: threading.Event) -> None:
-    offset, last = 0, False
-    while True:
-        with suppress(OSError):  # the log does not exist yet, or stderr is closed
-            data = spool.read_chunk(log, offset, spool.READ_LIMIT_BYTES)
-            offset += len(data)
-            if data:
-                sys.stderr.write(data.decode("utf-8", "replace"))
-                sys.stderr.flush()
-                continue
-        if last:
-            return
-        last = ended.wait(_POLL_S)

@@ -1,53 +1,54 @@
-"""The workload of `dispatch.run`: calls the user's pickled function, and writes its result to a file."""
+"""The workload of `dispatch.run`: calls the user's pickled function, and saves its result as an artifact of the run."""
 
 from __future__ import annotations
 
 import pickle
 import socket
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from base64 import b64decode
+from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from ddptrain.compat.dask_pytorch_ddp import failures
-from ddptrain.file_ops import write_atomic
-from ddptrain.rank.failure import exit_code, lost_peer, user_traceback
+from ddptrain.errors import TrainingFailed
+from ddptrain.rank.failure import exit_code, user_traceback
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
-VALUE, ERROR = "value", "error"
+WORKLOAD = f"{__name__}:main"
+ANSWERS = "answers"  # below artifacts/: RANK.value or RANK.error, as a pickle
 
 
-def main(ctx: RankContext, *, job: str, answer: str) -> None:
-    """Call the function in the file `job`; write its value or error to `answer`.value or `answer`.error."""
+class RankFailed(TrainingFailed):
+    """A rank ended without an exception that can be pickled: it was killed or stopped, for example."""
+
+
+def main(ctx: RankContext, *, job: str, pass_local_rank: bool) -> None:
+    """Call the function in `job`: (function, args, kwargs), which the user's client has pickled, in base64."""
     try:
-        function, args, kwargs = _loaded(job)
-        value = function(*args, **kwargs)
-        data = cloudpickle.dumps(value)
+        function, args, kwargs = pickle.loads(b64decode(job))  # noqa: S301  # as Dask does for every task
+        if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
+            kwargs["local_rank"] = 0 if ctx.device.type == "cuda" else ctx.local_rank
+        answer: bytes = cloudpickle.dumps(function(*args, **kwargs))
     except BaseException as error:  # the client gets whatever the function raised
         if not isinstance(error, SystemExit) or exit_code(error):
-            where, trace = f"rank {ctx.rank} on {socket.gethostname()}", user_traceback(error)
-            sealed = failures.sealed(error, where, trace, time.time_ns(), victim=lost_peer(error))
-            _write_answer(answer, ERROR, sealed)
+            where = f"rank {ctx.rank} on {socket.gethostname()}"
+            ctx.save_file(f"{ANSWERS}/{ctx.rank}.error", _pickled(error, where))
         raise
-    _write_answer(answer, VALUE, data)
+    ctx.save_file(f"{ANSWERS}/{ctx.rank}.value", answer)
 
 
-def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the function and its arguments. The user's client has pickled them, as Dask does for every task."""
-    pickled, future_arguments = pickle.loads(Path(job).read_bytes())  # noqa: S301
-    function, args, kwargs = pickle.loads(pickled)  # noqa: S301
-    args = tuple(future_arguments.pop(index, value) for index, value in enumerate(args))
-    return function, args, {**kwargs, **future_arguments}
-
-
-def _write_answer(answer: str, ending: str, data: bytes) -> None:
-    write_atomic(Path(f"{answer}.{ending}"), data, durable=False)
-
-
-def read_answer(answer: str, ending: str) -> Any:
-    """Return the rank's VALUE or ERROR. Raises FileNotFoundError, or any error of unpickling."""
-    return pickle.loads(Path(f"{answer}.{ending}").read_bytes())  # noqa: S301  # written by a child process of this worker
+def _pickled(error: BaseException, where: str) -> bytes:
+    """Return the pickled exception; one that can't be pickled becomes a RankFailed."""
+    note = f"{where}:\n{user_traceback(error)}"
+    failed = RankFailed(f"{where}: {type(error).__qualname__}: {error}")
+    failed.add_note(note)
+    error.add_note(note)
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        if isinstance(pickle.loads(data), Exception):  # noqa: S301  # the data were made by this process
+            return data
+    except Exception:  # pickling runs user code, which may raise anything: only the text is sent then
+        pass
+    failure: bytes = cloudpickle.dumps(failed)
+    return failure

@@ -26,7 +26,7 @@ from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.remote.lease import StoreLock
+from ddptrain.results.remote.lease import Lease
 from ddptrain.results.run import Run
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
@@ -295,7 +295,7 @@ class _StoredRun:
     def locked(self, view: Run, deadline: float) -> Iterator[None]:
         """Hold the run's lock in the store, with all files that are to be sent; write the states at the end."""
         root = self.layout.root
-        lock = StoreLock(self._store.below(RECORDED))
+        lock = Lease(self._store.below(RECORDED))
         lock.take()
         # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
         lock.keep()

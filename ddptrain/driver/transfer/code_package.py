@@ -28,7 +28,7 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import is_utf8, temp_folder
 from ddptrain.protocol.code_digest import content_hash, inode_digest, link_target, move_path
 from ddptrain.protocol.rank_spec import Code
-from ddptrain.secret_rules import is_secret_file
+from ddptrain.redact import is_secret_file
 from ddptrain.worker import driver_calls
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.workers import Workers
 
 IGNORE_FILE = ".ddptrainignore"
-# Never code, in gitignore's syntax. Files that may hold secrets are left out as well: see secret_rules.py.
+# Never code, in gitignore's syntax. Files that may hold secrets are left out as well: see redact.py.
 _LEFT_OUT = """
 .git/
 .hg/

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +44,7 @@ class Resumed:
     world_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
+class _Save(NamedTuple):
     """A checkpoint to write, the `number`-th of this attempt; `own`: this rank's encoded state and metrics."""
 
     number: int

@@ -1,12 +1,11 @@
-"""Reads a checkpoint: its weights as torch tensors, of one file, of several, or of the slices of ranks; its model."""
+"""The weights of a checkpoint as torch tensors: of one file, of several, or of the slices of ranks."""
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddptrain.config.wording import shorten
-from ddptrain.errors import UsageError
-from ddptrain.file_ops import read_regular
 from ddptrain.protocol.tensor_slices import SavedTensor, saved_model
 
 MODEL_FILE = "model.safetensors"
@@ -41,8 +37,6 @@ SAFETENSORS_TYPES = {
 }
 _TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
-Model = TypeVar("Model", bound=torch.nn.Module)
-
 
 def read_weights(folder: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Load the weights of a checkpoint by name; shared weights have all of their names. No pickle is executed.
@@ -66,45 +60,6 @@ def tensor_of(saved: SavedTensor, offset: Sequence[int] | None = None, size: Seq
     return octets.view(_TYPES[saved.dtype]).reshape(items.shape)
 
 
-def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) -> Model:
-    """Return the model of a checkpoint's folder, in evaluation mode on the CPU. No pickle is executed.
-
-    `build` makes a model from the saved `model_config`, which is not trusted: it raises ValueError or a similar error
-    for an invalid one. The model may be on the device meta. Raises UsageError if the checkpoint is not readable.
-    """
-    _require_intact(folder)
-    try:
-        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        weights = read_weights(folder)
-        model = build(state["extra"]["model_config"])
-        model.load_state_dict(with_module_versions(model, weights), assign=True)
-    except UsageError:
-        raise
-    except Exception as error:  # damaged files raise arbitrary errors
-        raise UsageError(
-            f"can't read the checkpoint {folder}: {type(error).__name__}: "
-            f"{shorten(' '.join(str(error).split()), 300)}; "
-            f"is it a complete checkpoint of a run of {workload}?"
-        ) from error
-    return model.eval()
-
-
-def _require_intact(folder: Path) -> None:
-    """Compare the files with the manifest: a changed bit would change the model unseen. Raises UsageError."""
-    from ddptrain.results.checkpoints.verification import verify  # ranks need none of it
-    from ddptrain.results.errors import CheckpointDamaged
-
-    if not (folder / "checkpoint.json").exists():
-        return
-    try:
-        verify(folder)
-    except CheckpointDamaged as error:
-        raise UsageError(
-            f"the checkpoint {folder} is damaged: {error}; restore the file from a copy, "
-            "or continue the run with ddptrain train --resume, which skips damaged checkpoints"
-        ) from error
-
-
 def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """The weights as load_state_dict needs them: with the versions of the model's modules, which files do not contain.
 
@@ -114,35 +69,3 @@ def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> 
     if versions := getattr(model.state_dict(), "_metadata", None):
         vars(state)["_metadata"] = versions
     return state
-
-
-def check_workload(run_dir: Path, workload: str, command: str) -> None:
-    """Check that a folder has a run of the workload. Raises UsageError."""
-    path = run_dir / "run.json"
-    try:
-        run: Any = json.loads(read_regular(path))
-        actual = run["workload"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"{run_dir} is not a run: {path}: {type(error).__name__}: {error}") from error
-    if actual != workload:
-        raise UsageError(f"{run_dir.name} is a run of the workload {actual!r}; {command} needs one of {workload}")
-
-
-def checkpoint_folder(run_dir: Path) -> Path:
-    """Return the folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError.
-
-    A folder that `ddptrain results export --format safetensors` has written is itself the checkpoint.
-    """
-    checkpoints = run_dir / "checkpoints"
-    if (run_dir / "checkpoint.json").is_file() and not checkpoints.exists():
-        return run_dir
-    for pointer in ("best", "latest"):
-        try:
-            name = read_regular(checkpoints / pointer).decode().strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if name in {"", ".", ".."} or Path(name).name != name or "\\" in name:
-            raise UsageError(f"{checkpoints / pointer} contains {name!r}, which is not the name of a folder in it")
-        if (checkpoints / name).is_dir():
-            return checkpoints / name
-    raise UsageError(f"{run_dir.name} has no checkpoint yet (none in {checkpoints}): train it for an epoch first")

@@ -73,7 +73,7 @@ def claim_from(data: bytes | None) -> Claim | None:
     return None
 
 
-class StoreLock:
+class Lease:
     """Holds the lock of a run; `store` is the run's folder."""
 
     def __init__(self, store: ObjectStore, *, refresh_s: float = _REFRESH_S) -> None:

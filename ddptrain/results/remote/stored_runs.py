@@ -25,7 +25,7 @@ from ddptrain.results.annotations import Annotations, Change, edit_folder, edit_
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import INPUTS, LATEST, MANIFEST, Origin, origin_of, valid_run_id
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, download_checkpoints, download_model, download_newest
-from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.remote.lease import LOCK, Claim, Lease, claim_from
 from ddptrain.results.remote.uploader import Uploader, grows, joined
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
@@ -289,7 +289,7 @@ class StoredRuns(Runs):
         run = self.store.below(run_id)
         if not resumed and run.read(_RECORD) is not None:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
-        lock = StoreLock(run)
+        lock = Lease(run)
         before = lock.take()
         uploads = Uploader(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token)
         try:
@@ -365,7 +365,7 @@ def _is_interrupted(files: Collection[str]) -> bool:
 @contextmanager
 def _lease(run: ObjectStore) -> Iterator[ObjectStore]:
     """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
-    lock = StoreLock(run)
+    lock = Lease(run)
     lock.take()
     is_empty = False
     try:

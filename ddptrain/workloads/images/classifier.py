@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor, nn
 
 from ddptrain.errors import UsageError
-from ddptrain.rank.checkpoint.weights import check_workload, checkpoint_folder, load_checkpoint
+from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint
 from ddptrain.workloads.images.params import SMALL_CNN, architectures
 
 # ImageNet's, per channel: nearly all of torchvision's weights were trained with them.

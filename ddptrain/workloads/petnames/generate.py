@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import read_regular
-from ddptrain.rank.checkpoint.weights import check_workload, checkpoint_folder, load_checkpoint
+from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint
 from ddptrain.workloads.petnames.model import CharacterModel
 from ddptrain.workloads.petnames.names import (
     BLANK,

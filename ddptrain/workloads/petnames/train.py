@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import weights_in
-from ddptrain.rank.checkpoint.weights import load_checkpoint
+from ddptrain.workloads.checkpoint import load_checkpoint
 from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.generate import sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig

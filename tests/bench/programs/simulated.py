@@ -21,7 +21,7 @@ def install() -> None:
     """Put stand-ins in the place of the modules with which a rank server imports torch and runs ranks."""
     warmup, lifecycle, torch = (ModuleType(name) for name in ("warmup", "lifecycle", "torch.distributed"))
     warmup.import_everything = _import_what_ranks_need  # type: ignore[attr-defined]
-    lifecycle.read_spec, lifecycle.run_rank = _read_spec, _run_rank  # type: ignore[attr-defined]
+    lifecycle.run_rank = _run_rank  # type: ignore[attr-defined]
     torch.TCPStore = lambda *_, **__: None  # type: ignore[attr-defined]
     sys.modules |= {"ddptrain.rank.warmup": warmup, "ddptrain.rank.lifecycle": lifecycle}
     sys.modules |= {"torch": torch, "torch.distributed": torch}
@@ -32,13 +32,6 @@ def _import_what_ranks_need() -> None:
     from ddptrain.protocol import events, rank_spec
 
     assert events.__name__ and rank_spec.__name__
-
-
-def _read_spec(fd: int) -> Any:
-    from ddptrain.protocol.rank_spec import RankSpec
-
-    with open(fd, encoding="utf-8", closefd=False) as file:
-        return RankSpec.from_json(file.read())
 
 
 def _run_rank(spec: Any, log_fd: int, events_fd: int, commands_fd: int) -> int:

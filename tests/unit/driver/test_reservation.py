@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def waiting(wish: SlotRequest = WISH, *, fault: str | None = None, cluster: str = "") -> tuple[SlotQueue, list[str]]:
     shown: list[str] = []
-    return SlotQueue(wish, WaitHooks(None, lambda: fault, lambda: "Traceback", shown.append, cluster)), shown
+    return SlotQueue(wish, WaitHooks(shown.append, None, lambda: fault, lambda: "Traceback", cluster)), shown
 
 
 def refusal(free: int, total: int) -> Refusal:
@@ -70,7 +70,7 @@ def test_fewer_slots_are_enough_after_the_time_to_gather(clock: Clock, after_s: 
 
 
 def test_cluster_that_does_not_grow_is_not_waited_for() -> None:
-    hooks = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "dev", fixed=True)
+    hooks = WaitHooks(lambda _: None, cluster="dev", fixed=True)
     queue = SlotQueue(WISH, hooks)
     assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
     assert queue.wait(refusal(1, 4)) == 4  # another run holds them
@@ -88,7 +88,7 @@ def test_cluster_whose_only_worker_has_ended_is_not_waited_for(
     """Until a command may have started the worker again, which nothing else does."""
     ended: list[str | None] = [None, "the worker (pid 7) has ended"]
     monkeypatch.setattr(lifecycle, "ended_process", lambda name: {"dev": ended.pop(0)}[name])
-    hooks = WaitHooks(None, lambda: None, lambda: "last lines", lambda _: None, "dev", fixed=True)
+    hooks = WaitHooks(lambda _: None, last_words=lambda: "last lines", cluster="dev", fixed=True)
     queue = SlotQueue(replace(WISH, ranks=ranks), hooks)
     assert queue.wait(refusal(1, 4)) == ranks
     assert queue.wait(refusal(0, 0)) == ranks  # a command is at work, or the worker has not joined yet
@@ -101,7 +101,7 @@ def test_cluster_whose_only_worker_has_ended_is_not_waited_for(
 
 
 def test_cluster_without_gpus_that_does_not_grow_is_not_waited_for() -> None:
-    hooks = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "dev", fixed=True)
+    hooks = WaitHooks(lambda _: None, cluster="dev", fixed=True)
     queue = SlotQueue(replace(WISH, gpus_only=True), hooks)
     assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
     with pytest.raises(

@@ -45,8 +45,7 @@ def opened(driver: Driver, run_id: str = "r-1") -> Workers:
 
 
 def reserved(workers: Workers, count: int | None = 2, wait_s: float = 0.0) -> list[RankPlace]:
-    hooks = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
-    return workers.reserve(SlotRequest(count, False, 0.5, wait_s), hooks)
+    return workers.reserve(SlotRequest(count, False, 0.5, wait_s), WaitHooks(lambda _: None))
 
 
 def started(workers: Workers, places: list[RankPlace], code: str) -> list[RankSpec]:

@@ -138,19 +138,6 @@ def test_context_is_passed_by_its_position_only() -> None:
     assert called(only, {"lr": 2}) == (CONTEXT, 2.0)
 
 
-def test_function_without_a_signature_gets_context_and_params() -> None:
-    found: list[Any] = []
-
-    class Compiled:
-        __signature__ = "none"
-
-        def __call__(self, *given: Any, **params: Any) -> None:
-            found.append((given, params))
-
-    called(Compiled(), {"a": "1"})
-    assert found == [((CONTEXT,), {"a": "1"})]
-
-
 class Open(BaseModel):
     model_config = {"extra": "allow"}
     lr: float = 0.5

@@ -282,13 +282,6 @@ def test_frames_of_torch_become_one_line() -> None:
     assert failures.shortened(text) == said
 
 
-def test_chained_errors_are_shortened_separately() -> None:
-    between = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:\n\n"
-    text = HEAD + TORCH * 2 + between + HEAD + MINE + TORCH * 2 + "KeyError: b\n"
-    fold = "  ... 2 frames of torch ...\n"
-    assert failures.shortened(text) == HEAD + fold + between + HEAD + MINE + fold + "KeyError: b\n"
-
-
 def test_frames_of_built_in_workloads_are_shown_and_others_of_ddptrain_are_not() -> None:
     package = Path(ddptrain.__file__).parent
     ours = f'  File "{package}/rank/context.py", line 1, in checkpoint\n    x\n'

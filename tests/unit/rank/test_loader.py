@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from ddptrain.rank.loader import RankLoader, make_loader
+from ddptrain.rank.loader import RankLoader, make_loader, risk_of_fork
 from tests.unit.rank.ranks import CPU, MakeRank, make_rank
 
 __all__ = ["make_rank"]
@@ -171,3 +175,25 @@ def test_checkpoint_has_the_position_of_each_loader_and_epochs_continue(make_ran
         found += [int(sample) for batch in again for sample in batch]
     assert epochs == [2, 3]
     assert sorted(found) == sorted([*range(8)] * 3)
+
+
+def test_fork_beside_threads_of_obstore_is_a_risk_and_another_start_method_is_none() -> None:
+    ready, done = threading.Event(), threading.Event()
+
+    def thread_of_obstore() -> None:
+        ctypes.CDLL(None).prctl(15, b"tokio-rt-worker", 0, 0, 0)  # PR_SET_NAME: the name that obstore's threads have
+        ready.set()
+        done.wait()
+
+    data: Any = torch.arange(4)
+    loader: DataLoader[Any] = DataLoader(data, num_workers=1)
+    assert risk_of_fork(loader) == ""
+    thread = threading.Thread(target=thread_of_obstore)
+    thread.start()
+    ready.wait()
+    try:
+        assert "was used before a DataLoader forks" in risk_of_fork(loader)
+        assert risk_of_fork(DataLoader(data, num_workers=1, multiprocessing_context="spawn")) == ""
+    finally:
+        done.set()
+        thread.join()

@@ -68,14 +68,6 @@ def test_configured_steps_are_recorded_and_no_others(make: Make) -> None:
     )
 
 
-def test_profile_of_the_first_steps_begins_with_the_resume(make: Make) -> None:
-    rank = make(profile=StepProfile(1, 2))
-    rank.context.resume(model=torch.nn.Linear(1, 1))
-    for number in (1, 2, 3):
-        rank.step(number)
-    assert rank.recorded(TRACE.format(1, 2)) == [1, 2]
-
-
 def test_progress_in_steps_counts_and_that_of_samples_does_not(make: Make) -> None:
     rank = make(profile=StepProfile(2, 3))
     for number in range(1, 5):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,30 +19,9 @@ def test_function_is_found_by_its_module_and_name() -> None:
     assert load_function("json:dumps").__name__ == "dumps"
 
 
-def test_missing_module_is_an_error_with_interpreter_and_path() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"no module 'no_such_thing' for .*python.*; it was looked for in "):
-        load_function("no_such_thing.train:main")
-
-
 def test_missing_function_is_an_error_with_the_existing_names() -> None:
     with pytest.raises(AttributeError, match=r"'dumbs'; it has .*dumps"):
         load_function("json:dumbs")
-
-
-def test_method_of_a_class_is_found_and_a_missing_one_is_an_error() -> None:
-    assert load_function("collections:Counter.fromkeys").__name__ == "fromkeys"
-    with pytest.raises(AttributeError, match=r"no 'most'; it has copy, elements, most_common, .*update$"):
-        load_function("collections:Counter.most")
-
-
-def test_missing_import_inside_the_users_module_is_the_users_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needs_more.py").write_text("import not_installed_here\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_installed_here'$"):
-        load_function("needs_more:main")
-    sys.modules.pop("needs_more", None)
 
 
 # --- What a warm rank server has imported ---
@@ -53,7 +31,7 @@ PROGRAM = """
 import importlib.metadata, json, sys
 from ddptrain.rank import process_control, warmup
 warmup.import_everything()
-threads = process_control.thread_count()
+threads = len(process_control.thread_names())
 wanted = ["torch", "torch._dynamo", "torch.nn.parallel", "safetensors.torch", "dask_pytorch_ddp.dispatch"]
 imported = [name in sys.modules for name in wanted]
 known, searches = set(sys.modules), []

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.script import find_script
+from ddptrain.rank.entrypoint import find_script
 from tests.unit.specs import make_spec
 
 RUN = """
 import sys
-from ddptrain.rank.script import run
+from ddptrain.rank.entrypoint import run_script
 from ddptrain.protocol.rank_spec import RankSpec
-run(RankSpec.from_json(sys.argv[1]))
+run_script(RankSpec.from_json(sys.argv[1]))
 """
 TELL = """
 import json, os, sys

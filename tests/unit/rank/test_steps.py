@@ -1,4 +1,4 @@
-"""Waits for data are added up and reported as timed activities."""
+"""The first step is reported as a timed activity, and so are waits for data, which are added up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset, dataloader
 
 from ddptrain.protocol import events
 from ddptrain.rank.output import Emitter
-from ddptrain.rank.steps import WaitingTime, measure_data
+from ddptrain.rank.steps import WaitingTime, measure_data, report_first_step
 
 
 class Slow(Dataset[torch.Tensor]):
@@ -32,7 +33,8 @@ class Measured:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path.open("ab", buffering=0)
-        self.waiting = WaitingTime(Emitter(self.file.fileno()))
+        self.emitter = Emitter(self.file.fileno())
+        self.waiting = WaitingTime(self.emitter)
 
     @property
     def found(self) -> list[tuple[str, float]]:
@@ -76,3 +78,13 @@ def test_batches_of_other_threads_are_not_counted(measured: Measured) -> None:
     thread.join()
     measured.waiting.flush()
     assert len(batches) == 2 and measured.found == []
+
+
+def test_first_step_of_an_optimizer_is_reported_once(measured: Measured) -> None:
+    report_first_step(measured.emitter)
+    register_optimizer_step_post_hook(lambda *_: None)  # one more, as that of warn_without_exchange
+    time.sleep(0.02)
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    for _ in range(2):
+        optimizer.step()
+    assert [name for name, _ in measured.found] == ["first step"]

@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
-from ddptrain.retrain.fingerprint import DataFile, DataListing
+from ddptrain.retrain.fingerprint import TrainingData
 from ddptrain.retrain.plan import Choice, choose, data_problem, is_resumable, unchanged
 
 CONFIG, DATA = "config", "data"
@@ -164,13 +164,12 @@ def test_if_unchanged_train_trains() -> None:
     assert why([record(1, version=3)], 3, RetrainConfig(model="m", if_unchanged="train")) == ""
 
 
-def listing(noun: str = "image", **sizes: int) -> DataListing:
-    return DataListing({path.replace("__", "/"): DataFile(size, "x") for path, size in sizes.items()}, noun)
+def one_file(size_bytes: int) -> TrainingData:
+    return TrainingData("", 1, size_bytes, (".",), "file")
 
 
-def images(**counts: int) -> DataListing:
-    files = {f"params.source/{name}/{i}.png": DataFile(10, "x") for name, count in counts.items() for i in range(count)}
-    return DataListing(files, "image")
+def images(**counts: int) -> TrainingData:
+    return TrainingData("", sum(counts.values()), 10 * sum(counts.values()), tuple(sorted(counts)), "image")
 
 
 @pytest.mark.parametrize(
@@ -178,22 +177,26 @@ def images(**counts: int) -> DataListing:
     [
         (None, images(cat=3), ""),
         (images(cat=3), images(cat=3), ""),
-        (None, DataListing(), "there are no training data"),
-        (images(cat=3), DataListing(), "there are no training data"),
+        (None, images(), "there are no training data"),
+        (images(cat=3), images(), "there are no training data"),
         (images(cat=100), images(cat=50), ""),
         (images(cat=100), images(cat=49), "shrunk from 100 to 49 images, to less than half"),
         (images(cat=100, dog=5), images(cat=100), "class dog has no images any more"),
         (images(cat=100, dog=5, pug=2), images(cat=100), "classes have no images any more: dog, pug"),
         (images(cat=100), images(cat=100, dog=5), ""),
-        (listing("file", a__names=1000), listing("file", a__names=400), "from 1,000 to 400 bytes"),
-        (listing("file", a__names=1000), listing("file", a__names=600), ""),
+        (one_file(1000), one_file(400), "from 1,000 to 400 bytes"),
+        (one_file(1000), one_file(600), ""),
     ],
 )
-def test_data_that_look_wrong(old: DataListing | None, new: DataListing, problem: str) -> None:
-    found = data_problem(old, new, has_sources=True)
+def test_data_that_look_wrong(old: TrainingData | None, new: TrainingData, problem: str) -> None:
+    about: dict[str, Any] = (
+        {} if old is None else {"n_files": old.n_files, "size_bytes": old.size_bytes, "classes": old.classes}
+    )
+    before = record(1, **about) if about else None
+    found = data_problem(before, new, has_sources=True)
     assert problem in found
     assert bool(problem) == bool(found)
 
 
 def test_configuration_without_sources_has_no_data_to_check() -> None:
-    assert data_problem(None, DataListing(), has_sources=False) == ""
+    assert data_problem(None, images(), has_sources=False) == ""

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
-from distributed import Client, Future
+from distributed import Client, Future, get_worker
 
 from ddptrain.protocol.news import RankExit
-from ddptrain.protocol.rank_spec import SLOT_RESOURCE, attached_plugin
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, attached_plugin
 from ddptrain.worker import driver_calls as worker_tasks
 from ddptrain.worker import rank_task
+from ddptrain.worker.rank_host import rank_host
 from tests.conftest import PATIENCE_S
 from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until
@@ -147,7 +148,7 @@ class Driver:
         address, about = next((at, each) for at, each in self.about_workers.items() if each["name"] == worker)
         slots = about["resources"].get(SLOT_RESOURCE)
         future = self.client.submit(
-            rank_task.run_rank,
+            run_rank,
             order.to_json(),
             key=order.key,
             workers=[address],
@@ -186,6 +187,15 @@ class Driver:
 
         answer = self.client.run_on_scheduler(broadcast)
         assert answer == {address: {"status": "OK"}}, answer
+
+
+def run_rank(spec_json: str) -> RankExit:
+    """Run one rank on a worker until it has ended."""
+    worker, spec = get_worker(), RankSpec.from_json(spec_json)
+    (result,) = rank_task.RanksTask(worker, rank_host(worker, spec.run_id), [spec]).run()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _processes(pid: int) -> str:

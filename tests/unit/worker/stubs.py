@@ -19,10 +19,6 @@ import sys, types
 warmup = types.ModuleType("ddptrain.rank.warmup")
 warmup.import_everything = lambda: exec({at_import!r})
 process = types.ModuleType("ddptrain.rank.lifecycle")
-def read_spec(fd):
-    from ddptrain.protocol.rank_spec import RankSpec
-    with open(fd, encoding="utf-8", closefd=False) as file:
-        return RankSpec.from_json(file.read())
 def run_rank(spec, log_fd, events_fd, orders_fd):
     import os
     os.dup2(log_fd, 1)
@@ -32,7 +28,7 @@ def run_rank(spec, log_fd, events_fd, orders_fd):
     exec(spec.code.params["code"], {{"spec": spec, "say": lambda *words: print(*words, flush=True)}})
     sys.stdout.flush()
     return 0
-process.read_spec, process.run_rank = read_spec, run_rank
+process.run_rank = run_rank
 sys.modules["ddptrain.rank.warmup"], sys.modules["ddptrain.rank.lifecycle"] = warmup, process
 """
 

@@ -261,7 +261,7 @@ def completed(
 ) -> RankSpec:
     spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
     host = rank_environment.HostResources(cores, slots, interface)
-    return rank_environment.complete(spec, environ, rank_environment.RankResources(gpu, host, staging="/s"))
+    return rank_environment.complete(spec, environ, host, gpu, "/s")
 
 
 @pytest.mark.parametrize(

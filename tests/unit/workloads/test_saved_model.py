@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.rank.checkpoint.weights import check_workload, checkpoint_folder, load_checkpoint, with_module_versions
+from ddptrain.rank.checkpoint.weights import with_module_versions
 from ddptrain.workloads import saved_model
+from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint
 from ddptrain.workloads.export import describe_model, export_model
 from ddptrain.workloads.images.classifier import build as build_model
 from ddptrain.workloads.saved_model import load_trained

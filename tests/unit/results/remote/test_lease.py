@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
-from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.remote.lease import LOCK, Claim, Lease, claim_from
 from ddptrain.storage.store import Limits, NoConditionalWrites, StoreError, Versioned, WriteConflict
 
 OTHER = Claim("elsewhere", 7, 0.0, "token", 0.0, machine="elsewhere")
@@ -77,10 +77,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store(store: Any) -> None:
     store.put(OTHER, written_s=5000.0 - 175.0)
     with pytest.raises(RunLocked, match="is held by process 7 on elsewhere, last heartbeat 175 s ago; ") as refused:
-        StoreLock(store).take()
+        Lease(store).take()
     assert refused.value.exit_code == 6
     store.put(OTHER, written_s=5000.0 - 181.0)
-    lock = StoreLock(store)
+    lock = Lease(store)
     assert lock.take() == OTHER and store.claim.token == lock.claim.token
 
 
@@ -90,16 +90,16 @@ def test_driver_of_this_host_is_known_to_be_dead_at_once(store: Any) -> None:
     born = psutil.Process(child.pid).create_time()
     store.put(dataclasses.replace(mine, token="x", pid=child.pid, born=born))
     with pytest.raises(RunLocked):
-        StoreLock(store).take()
+        Lease(store).take()
     child.kill()
     child.wait()
-    StoreLock(store).take()
+    Lease(store).take()
     # The process id was used again.
     assert mine.is_held(0.0) and not dataclasses.replace(mine, born=mine.born + 2.5).is_held(0.0)
 
 
 def test_lease_is_renewed_and_its_loss_is_reported_once(store: Any) -> None:
-    lock = StoreLock(store, refresh_s=0.02)
+    lock = Lease(store, refresh_s=0.02)
     lock.take()
     lost: list[DdptrainError] = []
     lock.keep(lost.append)
@@ -121,7 +121,7 @@ def test_lease_is_renewed_and_its_loss_is_reported_once(store: Any) -> None:
 
 
 def test_lease_whose_first_answer_was_lost_is_taken_at_the_second_attempt(store: Any) -> None:
-    lock = StoreLock(store)
+    lock = Lease(store)
     store.is_answer_lost = True
     with pytest.raises(StoreError, match="no answer"):
         lock.take()
@@ -130,7 +130,7 @@ def test_lease_whose_first_answer_was_lost_is_taken_at_the_second_attempt(store:
 
 
 def test_forgotten_lock_stays_if_another_driver_has_it(store: Any) -> None:
-    lock = StoreLock(store)
+    lock = Lease(store)
     lock.take()
     store.put(OTHER)
     lock.release(forget=True)
@@ -143,5 +143,5 @@ def test_store_without_conditional_writes_is_refused(store: Any, monkeypatch: py
 
     store.test_conditions = no_conditions
     with pytest.raises(UsageError, match="s3://bucket/r-1 can't be used: the store ignores the conditions of writes; "):
-        StoreLock(store).take()
+        Lease(store).take()
     assert store.file is None

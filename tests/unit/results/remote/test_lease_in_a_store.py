@@ -18,7 +18,7 @@ import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote import lease as remote_lock
-from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
+from ddptrain.results.remote.lease import LOCK, Claim, Lease, claim_from
 from ddptrain.results.remote.uploader import Uploader
 from ddptrain.storage.object_store import ObjectStore, open_folder
 from tests.servers.s3server import s3_server
@@ -31,14 +31,14 @@ _OWNER = """
 import os, sys, threading
 from ddptrain.errors import RunLocked
 from ddptrain.storage.object_store import ObjectStore, open_folder
-from ddptrain.results.remote.lease import StoreLock
+from ddptrain.results.remote.lease import Lease
 
 url, inside, share, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 taken, refused, doubles = [], [], []
 
 
 def take_often():
-    lock = StoreLock(open_folder(url))
+    lock = Lease(open_folder(url))
     while len(taken) < share:
         try:
             lock.take()
@@ -108,19 +108,19 @@ def test_host_names_and_clocks_of_hosts_do_not_matter(store: ObjectStore, monkey
     # slow by an hour, and one that asks has a clock that is fast by an hour.
     hour_s = 3600.0
     write_claim(store, machine="another boot pid:[1]", pid=2**22, time_s=time.time() - hour_s)
-    late = StoreLock(store)
+    late = Lease(store)
     with pytest.raises(RunLocked, match=r"last heartbeat \d s ago"):
         late.take()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + hour_s)
     with pytest.raises(RunLocked):
-        StoreLock(store).take()
+        Lease(store).take()
 
 
 def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_more(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = StoreLock(store, refresh_s=PATIENCE_S * 10)  # no thread of its own tells it
+    owner = Lease(store, refresh_s=PATIENCE_S * 10)  # no thread of its own tells it
     owner.take()
     lost: list[DdptrainError] = []
     root = tmp_path / "run"
@@ -135,7 +135,7 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
         assert store.read("notes") == b"first"
         # Meanwhile, by the store's clock, the lease has ended, and another driver has taken the run.
         monkeypatch.setattr(remote_lock, "STALE_S", -1.0)
-        heir = StoreLock(store)
+        heir = Lease(store)
         heir.take()
         elapsed_s = remote_lock._elapsed_s()
         monkeypatch.setattr(remote_lock, "_elapsed_s", lambda: elapsed_s + 200.0)
@@ -156,7 +156,7 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
             monkeypatch.setenv(name, value)
         store = open_folder("s3://bucket/run")
         with pytest.raises(UsageError, match="ignores the conditions of writes; runs need a store with conditional"):
-            StoreLock(store).take()
+            Lease(store).take()
         assert not store.files(), "the object of the test is deleted"
 
 
@@ -170,6 +170,6 @@ def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, m
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     store = open_folder(f"s3://bucket/{tmp_path.name}-profile")
-    lock = StoreLock(store)
+    lock = Lease(store)
     lock.take()
     lock.release()

@@ -16,8 +16,7 @@ from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.show.curves import plot_data, plot_of, whole_plot
-from ddptrain.results.show.plot import ChartLine, Style, draw_chart
+from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, plot_of, terminal_charts
 
 # --- curves ---
 
@@ -112,17 +111,6 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     assert all(0 < value < 1 for value in curve.main[1])
 
 
-def test_whole_plot_has_every_metric_and_none_is_no_error(tmp_path: Path) -> None:
-    view = view_of(tmp_path, {"step": 1, "val/loss": 2, "train/loss": 3, "lr": 0.1})
-    found = whole_plot(view)
-    assert [(panel.quantity, [curve.name for curve in panel.curves]) for panel in found.panels] == [
-        ("lr", ["lr"]),
-        ("loss", ["train/loss", "val/loss"]),
-    ]
-    assert (found.run_id, found.status, found.x_name) == ("r", "succeeded", "step")
-    assert whole_plot(view_of(tmp_path)).panels == ()
-
-
 def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
     view = view_of(tmp_path, {"step": 1, "loss": 2})
     use = [{"time_s": at_s, "host": "h", "rank": 0, "cpu_percent": at_s} for at_s in (5.0, 7.0)]
@@ -137,17 +125,21 @@ def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
 # --- chart ---
 
 
-def test_a_terminal_gets_dots_and_colours_of_the_same_width() -> None:
-    style = Style(width=60, height=8, unicode=True, colour=True)
-    text = draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1]), ChartLine("b", [0, 1], [1, 0])], style)
+def drawn(style: Style, *lines: list[tuple[float, float]]) -> list[str]:
+    curves = [Curve(f"m{at}", {}, ([x for x, _ in line], [y for _, y in line])) for at, line in enumerate(lines)]
+    return terminal_charts(Plot("r", "", "step", (Panel("m", tuple(curves)),)), style).split("\n")
+
+
+def test_a_terminal_gets_dots_and_colours() -> None:
+    text = "".join(drawn(Style(60, 8, unicode=True, colour=True), [(0, 0), (1, 1)], [(0, 1), (1, 0)]))
     assert "\x1b[36m" in text and "\x1b[33m" in text
     assert any(0x2800 < ord(char) < 0x2900 for char in text)
 
 
 def test_a_gap_interrupts_the_line() -> None:
-    line = ChartLine("a", [0, 1, 2, 3, 4], [1, 1, math.nan, 1, 1])
-    (row,) = [row for row in draw_chart("t", "x", [line], Style(width=60)).split("\n")[1:-1] if "*" in row]
-    assert "* " in row.rstrip()
+    rows = drawn(Style(60), [(0, 1), (1, 1), (2, math.nan), (3, 1), (4, 1)])
+    (row,) = [row for row in rows[1:-1] if "*" in row]
+    assert len(row.partition("|")[2].split()) == 2
 
 
 @given(
@@ -159,6 +151,4 @@ def test_a_gap_interrupts_the_line() -> None:
 def test_any_numbers_make_a_chart_that_fits(
     points: list[tuple[float, float]], width: int, height: int, unicode: bool
 ) -> None:
-    line = ChartLine("a", [x for x, _ in points], [y for _, y in points])
-    text = draw_chart("t", "x", [line], Style(width, height, unicode))
-    assert all(len(row) <= max(40, width) for row in text.split("\n"))
+    assert all(len(row) <= max(40, width) for row in drawn(Style(width, height, unicode), points))
