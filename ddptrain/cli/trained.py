@@ -177,14 +177,14 @@ def predict(
         ddptrain predict latest photo.jpg
         ddptrain predict pets@champion s3://bucket/new --top 3
     """
-    from ddptrain.workloads.images.data.predict_inputs import find_images
+    from ddptrain.workloads.images.listing import find_images
 
     if as_json and as_csv:
         raise UsageError("give --json or --csv, not both")
     run_dir, source = open_trained(run, "images")
     given = find_images(images)  # before torch is imported: most mistakes are in the paths
 
-    from ddptrain.workloads.images.model.saved_classifier import load_model
+    from ddptrain.workloads.images.classifier import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
 
     where = choose_device(device)

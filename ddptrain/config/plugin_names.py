@@ -91,10 +91,10 @@ BUILT_IN = {
     "images": BuiltIn(
         "ddptrain.workloads.images.train:train",
         "ddptrain.workloads.images.params:ImagesParams",
-        "ddptrain.workloads.images.data.listing:prepare",
-        evaluate="ddptrain.workloads.images.evaluate_checkpoint:evaluate",
-        held_out="ddptrain.workloads.images.data.held_out:prepare",
-        data=(DataSource("source", "source_options"), DataSource("val_source", "source_options")),
+        "ddptrain.workloads.images.listing:prepare",
+        evaluate="ddptrain.workloads.images.evaluate:evaluate",
+        held_out="ddptrain.workloads.images.listing:prepare_held_out",
+        data=(DataSource("source", "source_options"),),
     ),
 }
 

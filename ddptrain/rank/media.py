@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from ddptrain.rank.output import ArtifactFiles, stays_below
-from ddptrain.tracking import items
+from ddptrain.tracking import protocol as items
 
 if TYPE_CHECKING:
     from ddptrain.rank.trackers import RankTrackers

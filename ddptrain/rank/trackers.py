@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.output import ArtifactFiles, Emitter
-from ddptrain.tracking.items import Checkpoint, Image, Item, Numbers, Table
+from ddptrain.tracking.protocol import Checkpoint, Image, Item, Numbers, Table
 
 if TYPE_CHECKING:
-    from ddptrain.tracking.factory import TrackerManager
     from ddptrain.tracking.protocol import State
+    from ddptrain.tracking.trackers import TrackerManager
 
 _MIN_FINISH_S = 0.5  # trackers have at least this time to finish
 _MARGIN_S = 1.0  # the part of the grace period in which the rank itself ends
@@ -45,7 +45,7 @@ class RankTrackers:
         if not self._spec.tracking:
             return
         try:
-            from ddptrain.tracking.factory import start_trackers
+            from ddptrain.tracking.trackers import start_trackers
 
             self.manager = start_trackers(self._spec, self._emitter.emit)
         except Exception as error:  # for example, no thread could be started: the rank can train without trackers
@@ -131,7 +131,7 @@ class RankTrackers:
 
     def _save_files(self) -> None:
         """Send the trackers' files to the driver if the rank does not see the run directory."""
-        from ddptrain.tracking.factory import tracking_folder
+        from ddptrain.tracking.trackers import tracking_folder
 
         folder = tracking_folder(self._spec)
         if self._saved or (self._spec.tracking and self._spec.tracking.folder) or not folder.is_dir():

@@ -20,7 +20,7 @@ from ddptrain.results.selection import best_value, value_text
 from ddptrain.results.show.curves import Curve, Panel, Plot, Points, mean_of, thinned
 from ddptrain.results.show.render import HEADER, rows
 from ddptrain.text_tables import clean_line, number, plain_table
-from ddptrain.tracking.metric_goals import goal_of
+from ddptrain.tracking.protocol import goal_of
 
 _MOST_PANELS = 6  # if no metric is a loss
 _HASH_CHARACTERS = 12

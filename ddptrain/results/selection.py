@@ -26,7 +26,7 @@ from ddptrain.results.metrics import AllSeries, is_number, read_series
 from ddptrain.results.recorded_config import params_of
 from ddptrain.results.run import Run, parse_time, time_text
 from ddptrain.text_tables import clean_line, duration
-from ddptrain.tracking.metric_goals import goal_of
+from ddptrain.tracking.protocol import goal_of
 
 PARAMS = "params."
 _LONGEST_CELL = 60

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.run_record import RunRecord
-from ddptrain.tracking.wandb.wandb_folders import LINKS, SENDING, RunPart, links_of, parts_below, parts_in
+from ddptrain.tracking.wandb_files import LINKS, SENDING, RunPart, links_of, parts_below, parts_in
 
 WANDB = "wandb"
 RECORDED = f"{TRACKING}/{WANDB}"  # in the run directory: what W&B has recorded

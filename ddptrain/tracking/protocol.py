@@ -13,16 +13,69 @@ The configuration names the tracker in `tracking.other`: package.module:Mine, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ddptrain.tracking.items import Item
+_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
+_HIGHER_IS_BETTER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "precision", "recall", "score")
 
 # How a rank ended: it finished its work; its code failed; it saved a checkpoint after a preemption notice; or it was
 # stopped before its end, for example because another rank failed.
 State = Literal["finished", "failed", "preempted", "crashed"]
+
+
+# --- what ranks pass to trackers; times are nanoseconds of the host's wall clock ---
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The values of one ctx.log call."""
+
+    time_ns: int
+    values: Mapping[str, float]
+    step: int | None = None
+    epoch: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image as a PNG file at `path`, which exists until the tracker's log() returns."""
+
+    time_ns: int
+    name: str
+    path: Path
+    caption: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of numbers, text, None and images; each row is as long as `columns`."""
+
+    time_ns: int
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[float | str | bool | Image | None, ...], ...]
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint in `folder`, which exists until log() returns. For trackers with `checkpoints: true`."""
+
+    time_ns: int
+    step: int
+    folder: Path
+    metrics: Mapping[str, float]
+
+
+Item = Numbers | Image | Table | Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +117,44 @@ class Tracker(Protocol):
 
     def finish(self, state: State) -> None:
         """Write or send everything that is left, and record how the rank ended. The time for this is limited."""
+
+
+class SharedFiles:
+    """Files or folders that are deleted when each of their `readers` has called release()."""
+
+    def __init__(self, paths: Sequence[Path], readers: int) -> None:
+        self._paths = paths
+        self._readers = readers
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Count a reader as done; after the last one, delete the files. Never raises."""
+        with self._lock:
+            self._readers -= 1
+            if self._readers > 0:
+                return
+        for path in self._paths:
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Create a hard link, or a copy if the file system does not allow one. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
+    """Return "min" or "max", the best value of a metric; "" if unknown.
+
+    `metric` and `mode` are those of the configuration's section `checkpoint`.
+    """
+    if name == metric:
+        return mode
+    last = name.lower().rpartition("/")[2]
+    words = last.replace("-", "_").split("_")
+    if any(word in words or last.endswith(word) for word in _LOWER_IS_BETTER):
+        return "min"
+    return "max" if any(word in words for word in _HIGHER_IS_BETTER) else ""

@@ -20,8 +20,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from ddptrain.tracking.items import Image, Item, Numbers, Table
-from ddptrain.tracking.protocol import Facts, State
+from ddptrain.tracking.protocol import Facts, Image, Item, Numbers, State, Table
 
 FOLDER = "tensorboard"
 FILE_VERSION = "brain.Event:2"  # of the file format

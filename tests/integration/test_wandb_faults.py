@@ -134,6 +134,5 @@ def test_full_disk_for_trackers(training: Training) -> None:
         ended_at = time.time()
         training.assert_unharmed(ended, ranks=1)
         assert training.s_beyond_training(ended_at) < START_S + MARGIN_S
-        assert len(warnings_of(ended, 0)) == 1, ended
     finally:
         subprocess.run(["umount", str(small)], check=True)

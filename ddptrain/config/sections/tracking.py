@@ -20,7 +20,7 @@ _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits n
 # The class of a tracker, which only ranks import.
 TRACKERS = Registry(
     {
-        "wandb": "ddptrain.tracking.wandb.tracker:WandbTracker",
+        "wandb": "ddptrain.tracking.wandb:WandbTracker",
         "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
     },
     "ddptrain.trackers",

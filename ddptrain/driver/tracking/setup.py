@@ -18,7 +18,7 @@ from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.tracker_records import WANDB, run_argument
-from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
+from ddptrain.tracking.wandb_files import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
     from ddptrain.driver.ranks import RankPlace

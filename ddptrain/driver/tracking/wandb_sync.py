@@ -32,8 +32,19 @@ from ddptrain.results.secure_files import append, is_own_folder, make_folder, wr
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
 from ddptrain.storage.object_store import ObjectStore, open_folder
 from ddptrain.storage.store import StoreError, is_plain
-from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, TOKEN_FILE, access_to, without_credentials
-from ddptrain.tracking.wandb.wandb_folders import LINKS, STATE_FILES, SYNCED, RunPart, links_in, unsent_parts
+from ddptrain.tracking.wandb_files import (
+    BASE_URL,
+    KEY,
+    LINKS,
+    STATE_FILES,
+    SYNCED,
+    TOKEN_FILE,
+    RunPart,
+    access_to,
+    links_in,
+    unsent_parts,
+    without_credentials,
+)
 
 _LOCK = ".sync.lock"
 # Variables that describe how the run was recorded, not how it is sent.

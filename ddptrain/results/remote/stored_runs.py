@@ -33,7 +33,7 @@ from ddptrain.results.runs import Runs
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Listed, NotFound, StoreError, WriteConflict, is_plain
-from ddptrain.tracking.wandb.wandb_folders import LINKS
+from ddptrain.tracking.wandb_files import LINKS
 
 MARK = ".pruned.json"  # in a run whose deletion has begun
 INDEX = ".index.json.gz"  # beside the runs

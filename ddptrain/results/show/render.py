@@ -26,7 +26,7 @@ from ddptrain.results.selection import RunFields, cells, header
 from ddptrain.results.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
-from ddptrain.tracking.wandb.wandb_folders import unsent_parts
+from ddptrain.tracking.wandb_files import unsent_parts
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 from PIL import Image
 from torch.utils.data import Dataset
 
+from ddptrain.isolated import Isolated
 from ddptrain.storage.store import Location
-from ddptrain.workloads.images.data.listing_process import list_by_class, list_in_process
-from ddptrain.workloads.images.loader.cache import Cache
-from ddptrain.workloads.images.loader.decode import FORMATS
-from ddptrain.workloads.images.loader.image_reader import (
-    REQUESTS,
-    SURVIVE_A_FORK,
-    ImageRef,
-    Reader,
-    ReadFailure,
-    RetryPolicy,
-)
+from ddptrain.workloads.images.decode import FORMATS
+from ddptrain.workloads.images.listing import list_images
+from ddptrain.workloads.images.reader import REQUESTS, SURVIVE_A_FORK, Cache, ImageRef, Reader, ReadFailure
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.data import S3ImageFolder
@@ -73,7 +66,7 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
         self.transform, self.target_transform = transform, target_transform
         self._images, self._requests = images.images, requests
         cache = Cache(Path(cache_dir), int(cache_gb * 1e9)) if cache_dir is not None else None
-        self._reader = Reader(images.location, cache, RetryPolicy(deadline_s))
+        self._reader = Reader(images.location, cache, deadline_s)
 
     @classmethod
     def of(cls, folder: S3ImageFolder, *, requests: int = REQUESTS, deadline_s: float = 60.0) -> Self:
@@ -128,11 +121,19 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
 
 def _listed(source: str, options: Mapping[str, Any]) -> _Images:
     location = Location.of(source, options)
-    by_class = list_by_class(location) if location.protocol in SURVIVE_A_FORK else list_in_process(location)
-    classes = sorted(by_class)
-    images = [
-        (ImageRef(key, size_bytes, version), label)
-        for label, name in enumerate(classes)
-        for key, size_bytes, version in sorted(by_class[name])
-    ]
+    rows: list[Any] = []
+    if location.protocol in SURVIVE_A_FORK:
+        send_images([location.url, dict(location.options)], rows.append)
+    else:  # this process stays free of connections, so that a DataLoader can fork it
+        with Isolated(f"{__name__}:send_images", [location.url, dict(location.options)]) as process:
+            rows += process.answers()
+    classes = [name for name, _ in rows]
+    images = [(ImageRef(*image), label) for label, (_, found) in enumerate(rows) for image in found]
     return _Images(location, classes, images)
+
+
+def send_images(request: Sequence[Any], send: Callable[[Any], None]) -> None:
+    """Send each class with its images, sorted: key, size in bytes, version. Raises UsageError, StoreError."""
+    by_class = list_images(Location(*request)).by_class
+    for name, items in sorted(by_class.items()):
+        send([name, sorted((item.key, item.size_bytes, item.version) for item in items)])

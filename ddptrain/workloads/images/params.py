@@ -43,14 +43,9 @@ class ImagesParams(BaseModel):
         description="Where images come from, as CLASS/IMAGE below it: a folder, a URL (s3://, gs://, az://, https://), "
         "or builtin: a few hundred small drawings; or split, as train/CLASS/IMAGE and val/CLASS/IMAGE.",
     )
-    val_source: FilledText | None = Field(
-        None,
-        description="Where images to validate with come from, as CLASS/IMAGE below it, with the classes of `source`, "
-        "all of whose images then train; null takes the val folder of a split source, or else 1 - train_pct of it.",
-    )
     source_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options of the stores of `source` and `val_source` as obstore names them, or fsspec for "
+        description="Options of the store of `source` as obstore names them, or fsspec for "
         "other protocols, such as {skip_signature: true, endpoint: ...} for S3.",
     )
     subset: Annotated[int, Field(ge=1)] | Annotated[list[FilledText], Field(min_length=1)] | None = Field(
@@ -61,7 +56,7 @@ class ImagesParams(BaseModel):
         gt=0.0,
         le=1.0,
         description="Share of each class to train on; the rest is for validation. 1.0 validates nothing. "
-        "Not used if images to validate with have a folder of their own.",
+        "Not used with a split source.",
     )
     image_size: int = Field(224, ge=8, le=2048, description="Width and height, in pixels, of what the model sees.")
     augmentation: Literal["none", "flip", "crop"] = Field(
@@ -89,8 +84,10 @@ class ImagesParams(BaseModel):
     optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="The optimizer.")
     base_lr: float = Field(3e-4, gt=0.0, le=10.0, description="Peak learning rate.")
     weight_decay: float = Field(0.01, ge=0.0, le=10.0, description="Weight decay of the optimizer.")
-    scheduler: Literal["one_cycle", "cosine", "none"] = Field(
-        "one_cycle", description="Learning rate over the run: up and down, down, or constant."
+    scheduler: Literal["one_cycle", "cosine", "plateau", "none"] = Field(
+        "one_cycle",
+        description="Learning rate over the run: up and down; down; a tenth after 3 epochs without a better val/loss; "
+        "or constant.",
     )
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(

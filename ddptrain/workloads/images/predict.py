@@ -1,34 +1,23 @@
-"""Classifies images with a trained model, in batches, while the next images are read."""
+"""Classifies images with a trained model, in batches, while workers of a DataLoader read the next ones."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import queue
 import stat
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
-from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval, ignore_pillow_warnings
-from ddptrain.workloads.images.model.build_model import PixelNormalizer
-from ddptrain.workloads.images.model.saved_classifier import SavedModel
+from ddptrain.workloads.images.batches import loader_workers
+from ddptrain.workloads.images.classifier import PixelNormalizer, SavedModel
+from ddptrain.workloads.images.decode import CorruptImage, decode_eval, ignore_pillow_warnings
+from ddptrain.workloads.images.listing import GivenImage
 
-Image = NDArray[np.uint8]  # [3, size, size]
-Look = Callable[[], Image | str]
-
-THREADS = 32  # more than cores: on a network file system they mostly wait
 _MOST_BYTES = 1 << 30
 
 
@@ -74,29 +63,26 @@ class Classifier:
         self._model = saved.model.to(device)
         self._pixels = PixelNormalizer(saved.config.model_dump(), device)
 
-    def results(self, inputs: Iterable[PredictInput | InputProblem], batch_size: int) -> Iterator[ImageResult]:
-        """Yield the result of each input, in their order, as soon as its batch is done.
-
-        Memory is bounded by one batch and the images that are read ahead, for any number of inputs.
+    def results(self, given: Sequence[GivenImage], batch_size: int) -> Iterator[ImageResult]:
+        """Yield the result of each image, in their order, as soon as its batch is done.
 
         Raises UsageError if a batch does not fit into the memory of the device.
         """
-        images = decoded(inputs, self._size, ahead=batch_size + THREADS)
-        while batch := list(itertools.islice(images, batch_size)):
-            predicted = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
-            for item, image in batch:
-                yield (
-                    ImageResult(item.name, error=image)
-                    if isinstance(image, str)
-                    else _result(item.name, next(predicted))
-                )
+        workers = loader_workers("auto", self._device) if len(given) > batch_size else 0
+        how = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+        files = iter(given)
+        for batch in DataLoader(_Files(given, self._size), batch_size, collate_fn=list, **how):  # type: ignore[arg-type]
+            predicted = iter(self._predictions([image for image in batch if not isinstance(image, str)]))
+            for image in batch:
+                name = next(files).name
+                yield ImageResult(name, error=image) if isinstance(image, str) else _result(name, next(predicted))
 
-    def _predictions(self, images: Sequence[Image]) -> list[tuple[Prediction, ...]]:
+    def _predictions(self, images: Sequence[Tensor]) -> list[tuple[Prediction, ...]]:
         if not images:
             return []
         try:
             with torch.inference_mode():
-                scores: Tensor = self._model(self._pixels(torch.from_numpy(np.stack(images))))
+                scores: Tensor = self._model(self._pixels(torch.stack(list(images))))
                 probabilities, outputs = scores.float().softmax(dim=1).topk(self._top, dim=1)
         except torch.OutOfMemoryError as error:
             raise UsageError(
@@ -114,78 +100,29 @@ def _result(file: str, predictions: tuple[Prediction, ...]) -> ImageResult:
     return ImageResult(file, predictions)
 
 
-def decoded(
-    inputs: Iterable[PredictInput | InputProblem], size: int, ahead: int
-) -> Iterator[tuple[PredictInput | InputProblem, Image | str]]:
-    """Yield each input with its image [3, size, size], or with the reason why it is unreadable.
+class _Files(Dataset["Tensor | str"]):
+    """Files as uint8 [3, size, size], or the reason why they are unreadable."""
 
-    ahead: how many inputs are read before they are needed.
-    """
-    ignore_pillow_warnings()
-    waiting: deque[tuple[PredictInput | InputProblem, Future[Image | str]]] = deque()
-    with _threads(THREADS) as submit:
-        for item in inputs:
-            waiting.append((item, submit(_look(item, size))))
-            if len(waiting) > ahead:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for first, future in waiting:
-            yield first, future.result()
+    def __init__(self, given: Sequence[GivenImage], size: int) -> None:
+        self._given, self._size = given, size
 
+    def __len__(self) -> int:
+        return len(self._given)
 
-def _look(item: PredictInput | InputProblem, size: int) -> Look:
-    """Return a function for any thread that reads and decodes an input."""
-    if isinstance(item, InputProblem):
-        return lambda: item.reason
-    return lambda: _image(_read_file(item.name), size)
-
-
-def _image(data: bytes | str, size: int) -> Image | str:
-    if isinstance(data, str):
-        return data
-    try:
-        return decode_eval(data, size)
-    except CorruptImage as error:
-        return str(error)
-
-
-def _read_file(path: str) -> bytes | str:
-    try:
-        state = os.stat(path)
-        if not stat.S_ISREG(state.st_mode):  # opening a FIFO would wait for a writer
-            return "is not a regular file"
-        if state.st_size > _MOST_BYTES:
-            return f"has {state.st_size:,} bytes, which is too large for an image"
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[Callable[[Look], Future[Image | str]]]:
-    """Call functions in `count` threads. They are daemons, so the process can end while a disk does not answer."""
-    work: queue.SimpleQueue[tuple[Look, Future[Image | str]] | None] = queue.SimpleQueue()
-    over = threading.Event()
-
-    def run() -> None:
-        while (order := work.get()) is not None and not over.is_set():
-            look, future = order
-            try:
-                future.set_result(look())
-            except BaseException as error:  # raised again by the caller of result()
-                future.set_exception(error)
-
-    def submit(look: Look) -> Future[Image | str]:
-        future: Future[Image | str] = Future()
-        work.put((look, future))
-        return future
-
-    for _ in range(count):
-        threading.Thread(target=run, name="ddptrain-predict", daemon=True).start()
-    try:
-        yield submit
-    finally:
-        over.set()
-        for _ in range(count):
-            work.put(None)
+    def __getitem__(self, index: int) -> Tensor | str:
+        ignore_pillow_warnings()
+        name, problem = self._given[index].name, self._given[index].problem
+        try:
+            state = os.stat(name) if not problem else None
+            if state is None:
+                return problem
+            if not stat.S_ISREG(state.st_mode):  # opening a FIFO would wait for a writer
+                return "is not a regular file"
+            if state.st_size > _MOST_BYTES:
+                return f"has {state.st_size:,} bytes, which is too large for an image"
+            with open(name, "rb") as file:
+                return torch.from_numpy(decode_eval(file.read(), self._size))
+        except OSError as error:
+            return error.strerror or str(error)
+        except CorruptImage as error:
+            return str(error)

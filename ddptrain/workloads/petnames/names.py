@@ -7,7 +7,7 @@ import json
 import random
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -61,25 +61,22 @@ def display(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CleanNames:
-    """The usable names of a source, in its order, and what was left out."""
+    """The usable names of a source, in its order, and what was left out: by the reason, the entries."""
 
     names: tuple[str, ...]
-    n_source: int
-    n_empty: int
-    n_repeated: int
-    too_long: tuple[str, ...]
-    foreign: tuple[str, ...]
+    left_out: Mapping[str, Sequence[str]]
 
     def report(self, source: str) -> str:
         """Return one line for the log: how many names are used, and why the others are not."""
-        reasons = [
-            _left_out(self.foreign, "with characters outside a-z, '-', '.' and space"),
-            _left_out(self.too_long, "too long"),
-            f"{self.n_empty:,} empty" if self.n_empty else "",
-            f"{self.n_repeated:,} repeated" if self.n_repeated else "",
-        ]
-        text = "; ".join(reason for reason in reasons if reason) or "none"
-        return f"names: {len(self.names):,} of {self.n_source:,} from {hide_credentials(source)}; left out: {text}"
+        n_source = len(self.names) + sum(map(len, self.left_out.values()))
+        text = "; ".join(_left_out(why, names) for why, names in self.left_out.items()) or "none"
+        return f"names: {len(self.names):,} of {n_source:,} from {hide_credentials(source)}; left out: {text}"
+
+
+def _left_out(why: str, names: Sequence[str]) -> str:
+    shown = [ascii(name[:40]) for name, _ in Counter(names).most_common(3)]
+    examples = f" (such as {', '.join(shown)})" if why not in ("empty", "repeated") else ""
+    return f"{len(names):,} {why}{examples}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +112,24 @@ def load_names(settings: PetnamesParams) -> CleanNames:
     return clean
 
 
-def clean_names(entries: Sequence[object], *, max_length: int = 64) -> CleanNames:
-    """Normalise entries; drop and count empty, too long, foreign and repeated ones."""
-    kept: list[str] = []
-    seen: set[str] = set()
-    too_long: list[str] = []
-    foreign: list[str] = []
-    n_empty = n_repeated = 0
+def clean_names(entries: Iterable[object], *, max_length: int = 64) -> CleanNames:
+    """Normalise entries; leave out foreign, too long, empty and repeated ones."""
+    kept: dict[str, None] = {}
+    foreign = "with characters outside a-z, '-', '.' and space"
+    left_out: dict[str, list[str]] = {foreign: [], "too long": [], "empty": [], "repeated": []}
     for entry in entries:
         name = "" if entry is None else normalise(str(entry))
         if not name:
-            n_empty += 1
+            left_out["empty"].append(name)
         elif foreign_characters(name):
-            foreign.append(name)
+            left_out[foreign].append(name)
         elif len(name) > max_length:
-            too_long.append(name)
-        elif name in seen:
-            n_repeated += 1
+            left_out["too long"].append(name)
+        elif name in kept:
+            left_out["repeated"].append(name)
         else:
-            seen.add(name)
-            kept.append(name)
-    return CleanNames(tuple(kept), len(entries), n_empty, n_repeated, tuple(too_long), tuple(foreign))
+            kept[name] = None
+    return CleanNames(tuple(kept), {why: names for why, names in left_out.items() if names})
 
 
 def split_names(names: Sequence[str], val_fraction: float, seed: int) -> Split:
@@ -193,13 +187,6 @@ def _held_out_by(run_dir: Path) -> Sequence[object]:
 def read_names(folder: Path) -> list[str]:
     """Return the names that `prepare` has written."""
     return [str(name) for name in json.loads((folder / NAMES_FILE).read_bytes())]
-
-
-def _left_out(names: Sequence[str], why: str) -> str:
-    if not names:
-        return ""
-    examples = ", ".join(ascii(name[:40]) for name, _ in Counter(names).most_common(3))
-    return f"{len(names):,} {why} (such as {examples})"
 
 
 def _entries(settings: PetnamesParams) -> Sequence[object]:

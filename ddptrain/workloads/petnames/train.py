@@ -24,16 +24,16 @@ from ddptrain.workloads.petnames.generate import sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.names import NAMES_FILE, Split, display, load_names, read_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.schedules import make_schedule
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
     from ddptrain.rank.evaluation import SavedCheckpoint
 
 _VALIDATION_ROWS = 1024  # of one forward pass
-_RISE = 0.3  # one_cycle: share of the run in which the rate rises (Smith and Topin, 2017: super-convergence)
-_START = 0.04  # one_cycle: rate of the first step relative to the highest
 
 
+# --8<-- [start:train]
 def train(ctx: RankContext, **params: Any) -> None:
     """Train the character model on all ranks; `params` are those of PetnamesParams."""
     settings = PetnamesParams.model_validate(params)
@@ -56,13 +56,13 @@ def train(ctx: RankContext, **params: Any) -> None:
 
     resumed = ctx.resume(model=model, optimizer=optimizer)
     step = resumed.step if resumed else 0
-    set_learning_rate(optimizer, settings, batches.position)
+    share = lambda: batches.position / settings.epochs  # noqa: E731
+    schedule = make_schedule(settings.lr_schedule, optimizer, settings.learning_rate, share)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "model_config": model.config.plain()}
     unit, rows = ("names" if settings.context == "full" else "windows"), math.ceil(len(names) / ctx.world_size)
-    size = sum(parameter.numel() for parameter in model.parameters())
     ctx.say(
-        f"training {size:,} parameters on {len(names):,} {unit}, {counted(len(batches), 'step')} an epoch over "
-        f"{counted(ctx.world_size, 'rank')}"
+        f"training {sum(each.numel() for each in model.parameters()):,} parameters on {len(names):,} {unit}, "
+        f"{counted(len(batches), 'step')} an epoch over {counted(ctx.world_size, 'rank')}"
         + (f", continuing after step {step} in epoch {batches.epoch}" if resumed else "")
     )
 
@@ -77,7 +77,7 @@ def train(ctx: RankContext, **params: Any) -> None:
             ctx.backward(loss)
             if ctx.step(optimizer, clip=settings.grad_clip or None):
                 step += 1
-                set_learning_rate(optimizer, settings, batches.position)
+                schedule.step()
             losses.append(loss.detach())
             report()
             if batches.remaining:  # the checkpoint of a whole epoch has the validation loss
@@ -93,6 +93,9 @@ def train(ctx: RankContext, **params: Any) -> None:
         ctx.checkpoint(step=step, epoch=epoch, metrics=metrics, last=epoch == settings.epochs, **state)
     if ctx.rank == 0:
         log_examples(ctx, model, split, settings.seed, step)
+
+
+# --8<-- [end:train]
 
 
 def load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
@@ -117,28 +120,6 @@ def load_initial_weights(ctx: RankContext, model: CharacterModel, weights: str) 
             "layers as they were in its training, or weights: null"
         ) from None
     ctx.say(f"weights: {weights}")
-
-
-def set_learning_rate(optimizer: AdamW, settings: PetnamesParams, epochs: float) -> None:
-    """Set the learning rate of the step after `epochs` epochs, which is the same for any number of ranks."""
-    factor = learning_rate_factor(settings.lr_schedule, epochs / settings.epochs)
-    for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * factor
-
-
-def learning_rate_factor(schedule: str, done: float) -> float:
-    """Return the learning rate relative to the highest (0 to 1) after the share `done` (0 to 1) of the run."""
-
-    def half_cosine(share: float) -> float:  # 1 at 0, 0 at 1
-        return (1 + math.cos(math.pi * share)) / 2
-
-    if schedule == "cosine":
-        return half_cosine(done)
-    if schedule == "one_cycle" and done < _RISE:
-        return _START + (1 - _START) * half_cosine(1 - done / _RISE)
-    if schedule == "one_cycle":
-        return half_cosine((done - _RISE) / (1 - _RISE))
-    return 1.0
 
 
 @torch.inference_mode()

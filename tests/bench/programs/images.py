@@ -18,7 +18,7 @@ from typing import Any
 SIZE, BATCH, SEED, WORKERS = 224, 64, 7, 2
 LISTING = """
 import json, pathlib, sys
-from ddptrain.workloads.images.data.listing import prepare
+from ddptrain.workloads.images.listing import prepare
 prepare(json.loads(sys.argv[2]), pathlib.Path(sys.argv[1]), lambda _: None)
 """
 
@@ -28,8 +28,8 @@ def from_s3(source: str, options: dict[str, Any]) -> Iterator[int]:
     import torch
 
     from ddptrain.rank.loader import make_loader
-    from ddptrain.workloads.images.data.manifest import Manifest
-    from ddptrain.workloads.images.loader.batches import Images
+    from ddptrain.workloads.images.batches import Images
+    from ddptrain.workloads.images.manifest import Manifest
     from ddptrain.workloads.images.params import ImagesParams
 
     params: dict[str, Any] = {"source": source, "source_options": options, "train_pct": 1.0, "image_size": SIZE}
@@ -60,7 +60,7 @@ def s3_image_folder(bucket: str) -> Iterator[int]:
 
 def from_memory(folder: str, count: int) -> Iterator[int]:
     """Sizes of batches that this process decodes and transforms as those of S3 are, from bytes that it holds."""
-    from ddptrain.workloads.images.loader.decode import decode_pixels
+    from ddptrain.workloads.images.decode import decode_pixels
 
     encoded = [path.read_bytes() for path in sorted(Path(folder).rglob("*.jpg"))]
     draw, n_bytes = random.Random(), SIZE * SIZE * 3

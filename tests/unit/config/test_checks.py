@@ -22,7 +22,7 @@ from tests.docs.reference import TARGET, configuration_page
 
 
 def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
-    names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.data.listing:prepare"
+    names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.listing:prepare"
     mine = {"names": "mine.csv"}
     assert plugin_names.prepare_target("petnames", mine, here=True) == names
     assert plugin_names.prepare_target("petnames", mine, here=False) == ""

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from ddptrain.rank.media import png
-from ddptrain.tracking import items
+from ddptrain.tracking import protocol as items
 from tests.unit.rank.ranks import Rank, make_rank, rank
 from tests.unit.tracking.trackers import House, Recorder
 

@@ -16,7 +16,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
-from ddptrain.tracking.items import Checkpoint, Image, Numbers
+from ddptrain.tracking.protocol import Checkpoint, Image, Numbers
 from tests.unit.specs import make_spec
 from tests.unit.tracking.trackers import Hanging, House, Recorder
 

@@ -59,7 +59,7 @@ def test_a_path_is_relative_to_the_working_directory_or_home(tmp_path: Path, mon
 
 
 def test_no_library_that_must_not_be_forked_is_loaded_before_a_store_is_opened() -> None:
-    code = "import ddptrain.workloads.images.data.listing, sys; print({'torch', 'obstore', 'fsspec'} & {*sys.modules})"
+    code = "import ddptrain.workloads.images.listing, sys; print({'torch', 'obstore', 'fsspec'} & {*sys.modules})"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert said.stdout.strip() == "set()", said.stderr
 

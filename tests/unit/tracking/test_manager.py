@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.tracking.factory import TrackerManager
-from ddptrain.tracking.items import Checkpoint, Image, Numbers
+from ddptrain.tracking.protocol import Checkpoint, Image, Numbers
+from ddptrain.tracking.trackers import TrackerManager
 from tests.unit.tracking.trackers import Failing, Hanging, House, Late, Recorder, numbers
 
 

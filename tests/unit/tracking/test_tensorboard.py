@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddptrain.rank.media import png
-from ddptrain.tracking.items import Checkpoint, Image, Numbers, Table
+from ddptrain.tracking.protocol import Checkpoint, Image, Numbers, Table
 from ddptrain.tracking.tensorboard import TensorBoardTracker
 from tests.unit.tracking.trackers import facts
 

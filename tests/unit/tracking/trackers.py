@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.protocol import events
-from ddptrain.tracking.factory import TrackerManager
-from ddptrain.tracking.items import Item, Numbers
-from ddptrain.tracking.protocol import Facts, State, Tracker
-from ddptrain.tracking.tracker_thread import TrackerDefinition
+from ddptrain.tracking.protocol import Facts, Item, Numbers, State, Tracker
+from ddptrain.tracking.trackers import TrackerDefinition, TrackerManager
 
 
 def facts(folder: Path, **changes: Any) -> Facts:

@@ -14,8 +14,8 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.storage.store import Listed
-from ddptrain.workloads.images.data.manifest import TRAIN, VAL, Manifest
-from ddptrain.workloads.images.model.build_model import build, describe
+from ddptrain.workloads.images.classifier import build, describe
+from ddptrain.workloads.images.manifest import TRAIN, VAL, Manifest
 from tests.unit.workloads.pictures import COLOURS, picture
 
 __all__ = ["COLOURS", "SIZE", "description", "make_manifest", "make_run", "model_of_colours", "picture"]
@@ -67,12 +67,10 @@ def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn
     return folder
 
 
-def make_manifest(
-    url: str, classes: Sequence[str], keys: Sequence[str], val: Collection[int] = (), val_url: str = ""
-) -> Manifest:
+def make_manifest(url: str, classes: Sequence[str], keys: Sequence[str], val: Collection[int] = ()) -> Manifest:
     """A manifest of images whose folders are their classes; the indices `val` are those to validate with."""
     images = [
         (Listed(key, -1, ""), classes.index(key.partition("/")[0]), VAL if index in val else TRAIN)
         for index, key in enumerate(keys)
     ]
-    return Manifest.of(url, classes, images, {}, val_url)
+    return Manifest.of(url, classes, images, {})

@@ -17,9 +17,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.evaluation import SavedCheckpoint
-from ddptrain.workloads.images import evaluate_checkpoint
-from ddptrain.workloads.images.loader.batches import BadImages, Batch, TooManyBadImages
-from ddptrain.workloads.images.train import evaluate as evaluate_model
+from ddptrain.workloads.images import evaluate as evaluate_checkpoint
+from ddptrain.workloads.images.batches import BadImages, Batch, TooManyBadImages
+from ddptrain.workloads.images.evaluate import evaluate_model
 from ddptrain.workloads.images.train import share_buffers
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.data import NameDataset
@@ -125,7 +125,7 @@ def batch(logits: list[list[float]], labels: list[int]) -> Batch:
 
 
 def no_bad() -> BadImages:
-    return BadImages(cast("Any", SimpleNamespace(train=(0,), val=(1,), name=str)), 1.0)
+    return BadImages(cast("Any", SimpleNamespace(train=(0,), val=(1,), keys=["0", "1"])), 1.0)
 
 
 class Scores(nn.Module):
@@ -149,7 +149,7 @@ def test_score_is_over_the_images_of_all_batches(group: None) -> None:
         [first, nothing, second],
         outputs,
         bad,
-        lambda *columns: kept.append([column.tolist() for column in columns]),
+        cast("Any", SimpleNamespace(add=lambda *columns: kept.append([column.tolist() for column in columns]))),
         lambda: seen.append(1),
     )
     assert len(seen) == 3 and bad.reasons == {0: "gone"}

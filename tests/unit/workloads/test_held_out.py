@@ -11,10 +11,10 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.storage.store import Listed
 from ddptrain.workloads.held_out import FILE, digest_of
-from ddptrain.workloads.images.data import held_out as images
-from ddptrain.workloads.images.data.manifest import TRAIN, UNUSED, VAL, Manifest
-from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
-from ddptrain.workloads.images.model.saved_classifier import SavedConfig
+from ddptrain.workloads.images import listing as images
+from ddptrain.workloads.images.classifier import SavedConfig
+from ddptrain.workloads.images.evaluate import class_outputs, comparable_classes
+from ddptrain.workloads.images.manifest import TRAIN, UNUSED, VAL, Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.petnames import names
 from tests.unit.workloads.images_runs import description, picture
@@ -42,7 +42,8 @@ def run_with_names(folder: Path, held_out: Any) -> Path:
 def prepared(module: Any, folder: Path, **request: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     lines: list[str] = []
-    module.prepare({"params": {}, "run": "", "data": None, **request}, folder, lines.append)
+    prepare = getattr(module, "prepare_held_out", None) or module.prepare
+    prepare({"params": {}, "run": "", "data": None, **request}, folder, lines.append)
     told: dict[str, Any] = json.loads((folder / FILE).read_bytes())
     assert lines[-1].startswith(f"{told['n']} {told['noun']} ") and lines[-1].endswith(" to evaluate on")
     return told
@@ -88,11 +89,11 @@ def test_run_without_a_list_of_names_is_an_error(tmp_path: Path) -> None:
 
 
 def test_images_that_a_run_held_out_are_described_by_name_class_size_and_version() -> None:
-    told = images.described(MANIFEST)
+    told = images.describe_held_out(MANIFEST)
     assert (told.n, told.noun) == (3, "images")
-    assert images.described(pets(unused="dog/1.png")) == told  # another training
+    assert images.describe_held_out(pets(unused="dog/1.png")) == told  # another training
     for changed in (pets(version="X"), pets(unused="pug/2.png"), pets(url="/other")):
-        assert images.described(changed).digest != told.digest
+        assert images.describe_held_out(changed).digest != told.digest
 
 
 def test_manifest_of_an_evaluation_only_validates() -> None:
@@ -122,7 +123,7 @@ def test_val_folder_of_a_split_source_is_evaluated_on(tmp_path: Path) -> None:
             (tmp_path / "own" / part / name).mkdir(parents=True)
             for number in range(count):
                 (tmp_path / "own" / part / name / f"{number}.png").write_bytes(picture(name))
-    params = {"val_source": "/elsewhere", "source": "/nowhere"}
+    params = {"source": "/nowhere"}
     told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
     assert told["n"] == 4
     kept = images.evaluated_only(Manifest.read(tmp_path / "a"))
@@ -130,10 +131,10 @@ def test_val_folder_of_a_split_source_is_evaluated_on(tmp_path: Path) -> None:
 
 
 def test_params_of_the_training_are_used_for_its_own_images() -> None:
-    params = ImagesParams(source="/a", val_source="/b", seed=3)
+    params = ImagesParams(source="/a", seed=3)
     assert images.evaluated_params(params, None) is params
     changed = images.evaluated_params(params, "/c")
-    assert (changed.source, changed.val_source, changed.seed) == ("/c", None, 3)
+    assert (changed.source, changed.seed) == ("/c", 3)
 
 
 def test_run_without_held_out_images_is_an_error(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from ddptrain.errors import UsageError
 from ddptrain.storage.object_store import settings_for
 from ddptrain.storage.sources import open_source
 from ddptrain.storage.store import Location, NotFound, StoreUnreachable
-from ddptrain.workloads.images.data.synthetic import SHAPES, SyntheticImages
 from ddptrain.workloads.images.dataset import ImageFolder, UnreadableImage
+from ddptrain.workloads.images.reader import SHAPES, SyntheticImages
 from tests.servers.images_on_s3 import draw_folder
 
 # --- Addresses of stores that can't be right, or lead nowhere ---

@@ -1,15 +1,12 @@
 import os
-import threading
-from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput, find_images
-from ddptrain.workloads.images.model.build_model import build
-from ddptrain.workloads.images.model.saved_classifier import SavedConfig, SavedModel
+from ddptrain.workloads.images.classifier import SavedConfig, SavedModel, build
+from ddptrain.workloads.images.listing import GivenImage, find_images
 from ddptrain.workloads.images.predict import Classifier, ImageResult, choose_device, default_batch_size
 from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
 
@@ -35,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def given(*arguments: object) -> list[PredictInput | InputProblem]:
+def given(*arguments: object) -> list[GivenImage]:
     return [*find_images(map(str, arguments))]
 
 
@@ -63,8 +60,8 @@ def test_names_are_told_as_they_were_given(folder: Path, monkeypatch: pytest.Mon
 def test_what_is_missing_is_told_in_its_place(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     found = given("nowhere.png", tmp_path / "empty", folder, "s3://b/x.png")
-    troubles = [one for one in found if isinstance(one, InputProblem)]
-    assert [(one.name.rpartition("/")[2], one.reason.partition(" (")[0]) for one in troubles] == [
+    troubles = [one for one in found if one.problem]
+    assert [(one.name.rpartition("/")[2], one.problem.partition(" (")[0]) for one in troubles] == [
         ("nowhere.png", "no such file or folder"),
         ("empty", "no images in it"),
         ("x.png", "predict takes files and folders; download it first"),
@@ -76,7 +73,7 @@ def test_nothing_at_all_is_an_error_of_usage(tmp_path: Path) -> None:
         given("nowhere")
     with pytest.raises(UsageError) as refused:
         given(*(f"nowhere{number}" for number in range(12)))
-    assert str(refused.value).splitlines()[-2:] == ["  nowhere9: no such file or folder", "  and 2 more"]
+    assert str(refused.value).splitlines()[-2:] == ["  nowhere7: no such file or folder", "  and 4 more"]
 
 
 # --- what they show ---
@@ -123,28 +120,6 @@ def test_outputs_that_are_no_numbers_are_told(folder: Path) -> None:
     assert {one.error for one in results(diverged, folder)} == {
         "the model returns NaN for it; did its training diverge?"
     }
-
-
-def test_memory_is_bounded_and_threads_end(saved: SavedModel, folder: Path) -> None:
-    path = str(folder / "b-red.png")
-    taken = 0
-
-    def endless() -> Iterator[PredictInput]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield PredictInput(path)
-
-    some = Classifier(saved, 1, CPU).results(endless(), batch_size=10)
-    assert [next(some).predictions[0].name for _ in range(200)] == ["red"] * 200
-    assert taken < 300
-    threads = [thread for thread in threading.enumerate() if thread.name == "ddptrain-predict"]
-    assert isinstance(some, Generator)
-    some.close()
-    del some
-    for thread in threads:
-        thread.join(20)
-    assert threads and not any(thread.is_alive() for thread in threads)
 
 
 def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.images import train as workload
-from ddptrain.workloads.images.model.build_model import describe
-from ddptrain.workloads.images.train import StepLog
+from ddptrain.workloads.images.classifier import describe
 from tests.unit.rank.ranks import Rank
 from tests.unit.workloads.images_runs import make_manifest
 from tests.unit.workloads.pictures import COLOURS, picture
@@ -148,19 +147,6 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     out = capsys.readouterr().out
     assert "training small_cnn, 23,891 parameters, on 9 images, 3 steps an epoch over 1 rank\n" in out
     assert "epoch 1/2: train/loss " in out and " images/s\n" in out and "all 2 epochs are done" not in out
-
-
-def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = StepLog.__init__
-
-    def rarely(self: Any, ctx: Any) -> None:
-        made(self, ctx)
-        self._most = 100
-
-    monkeypatch.setattr(StepLog, "__init__", rarely)
-    with pytest.raises(PreemptedExit):
-        run.train(preempt_at=2)
-    assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [1, 2]
 
 
 def test_weights_at_the_start_depend_on_the_seed_alone(run: Run) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data.listing import prepare
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.batches import Batch, Images
-from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
+from ddptrain.workloads.images.batches import Batch, Images
+from ddptrain.workloads.images.classifier import PixelNormalizer, build
+from ddptrain.workloads.images.listing import prepare
+from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import described_again
 from tests.unit.workloads.petnames_ranks import run_ranks

@@ -28,7 +28,6 @@ from ddptrain.workloads.petnames.names import (
     split_names,
 )
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.petnames.train import learning_rate_factor
 
 # --- petnames data ---
 
@@ -136,19 +135,6 @@ def test_wrong_parameters_are_refused(wrong: dict[str, object]) -> None:
         PetnamesParams.model_validate(wrong)
 
 
-def test_one_cycle_rises_to_the_highest_rate_and_falls_to_nothing() -> None:
-    factors = [learning_rate_factor("one_cycle", step / 100) for step in range(101)]
-    assert factors[0] == pytest.approx(0.04)
-    assert factors[30] == pytest.approx(1.0)
-    assert factors[100] == pytest.approx(0.0)
-    assert factors[:31] == sorted(factors[:31]) and factors[30:] == sorted(factors[30:], reverse=True)
-
-
-def test_the_other_schedules_fall_or_stay() -> None:
-    assert [learning_rate_factor("cosine", step / 2) for step in range(3)] == pytest.approx([1.0, 0.5, 0.0])
-    assert {learning_rate_factor("constant", step / 5) for step in range(5)} == {1.0}
-
-
 # --- petnames names ---
 
 
@@ -176,7 +162,7 @@ def test_names_are_shown_as_people_write_them() -> None:
 def test_builtin_list_is_large_clean_and_without_repeats() -> None:
     clean = load_names(PetnamesParams())
     assert len(clean.names) >= 1200
-    assert len(clean.names) == clean.n_source
+    assert not clean.left_out
 
 
 def test_left_out_names_are_counted_and_shown() -> None:
@@ -321,9 +307,9 @@ def test_holding_out_the_only_name_is_refused() -> None:
 @pytest.mark.skipif(not SEATTLE.exists(), reason=f"the Seattle names are not at {SEATTLE}")
 def test_real_licence_data_loads_and_cleans() -> None:
     clean = load_names(PetnamesParams(names=str(SEATTLE)))
-    assert clean.n_source == len(json.loads(SEATTLE.read_text())) == 54_780
+    assert len(json.loads(SEATTLE.read_text())) == 54_780
     assert len(clean.names) == 13_983
-    assert clean.n_repeated == 54_780 - 13_983
+    assert len(clean.left_out["repeated"]) == 54_780 - 13_983
 
 
 def test_examples_are_the_three_most_frequent_and_cut() -> None:

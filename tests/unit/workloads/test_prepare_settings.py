@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.protocol import events
+from ddptrain.workloads.images import classifier as build_model
 from ddptrain.workloads.images import train as images
-from ddptrain.workloads.images.data.listing import prepare
-from ddptrain.workloads.images.model import build_model
+from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.petnames import train as petnames
 from tests.unit.rank.ranks import Rank
 

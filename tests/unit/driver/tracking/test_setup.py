@@ -26,7 +26,7 @@ from ddptrain.results.layout import Origin, RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.tracking.wandb.credentials import find_access
+from ddptrain.tracking.wandb_files import find_access
 
 # --- What ranks are told for their trackers, and where W&B's key is looked for ---
 

@@ -17,9 +17,9 @@ from tests.servers.wandb_backend import Backend, wandb_backend
 ONLINE = """
 import sys, time
 from pathlib import Path
-from ddptrain.tracking import items
+from ddptrain.tracking import protocol as items
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb.tracker import WandbTracker
+from ddptrain.tracking.wandb import WandbTracker
 
 folder = Path(sys.argv[1])
 tracker = WandbTracker({"checkpoints": True})

@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddptrain.tracking import items
-from ddptrain.tracking.wandb.credentials import Access, access_to
-from ddptrain.tracking.wandb.tracker import RowFilter, WandbRow
-from ddptrain.tracking.wandb.wandb_artifacts import to_table
-from ddptrain.tracking.wandb.wandb_folders import (
+from ddptrain.tracking import protocol as items
+from ddptrain.tracking.wandb import RowFilter, WandbRow
+from ddptrain.tracking.wandb_files import (
     OPEN,
     SENT,
     UNSENT,
+    Access,
     RunPart,
+    access_to,
     links_in,
     parts_below,
     unsent_parts,
 )
+from ddptrain.tracking.wandb_run import to_table
 
 # --- To which server the key of W&B goes: the user says it, never a run directory ---
 
@@ -83,7 +84,7 @@ def test_table_has_its_first_rows_and_plain_numbers() -> None:
 
 
 def test_name_of_a_table_is_safe(tmp_path: Path) -> None:
-    from ddptrain.tracking.wandb.wandb_artifacts import to_table_artifact
+    from ddptrain.tracking.wandb_run import to_table_artifact
 
     artifact = to_table_artifact(items.Table(0, "val/worst", ("x",), ((1,),), 7), 10, "run-1", 1)
     assert (artifact.name, artifact.type, artifact.metadata) == ("val_worst_run-1_rank_1", "val_worst", {"step": 7})

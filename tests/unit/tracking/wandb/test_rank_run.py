@@ -12,7 +12,7 @@ import wandb
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb.wandb_run import RankRun, signal_from_rank_0, wait_for_rank_0
+from ddptrain.tracking.wandb_run import RankRun, signal_from_rank_0, wait_for_rank_0
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import PIL.Image
 import pytest
 
 from ddptrain.config.sections.tracking import WandbSettings
-from ddptrain.tracking import items
+from ddptrain.tracking import protocol as items
+from ddptrain.tracking import wandb_run
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb import wandb_run
-from ddptrain.tracking.wandb.tracker import WandbTracker
-from ddptrain.tracking.wandb.wandb_folders import parts_below
-from ddptrain.tracking.wandb.wandb_run import RankRun
+from ddptrain.tracking.wandb import WandbTracker
+from ddptrain.tracking.wandb_files import parts_below
+from ddptrain.tracking.wandb_run import RankRun
 from tests.servers.wandb_training import OfflineRun
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}

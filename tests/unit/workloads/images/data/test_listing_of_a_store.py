@@ -19,8 +19,8 @@ from ddptrain.storage.store import (
     StoreUnreachable,
     Transient,
 )
-from ddptrain.workloads.images.data.listing import list_images, prepare
-from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.listing import list_images, prepare
+from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.servers.images_on_s3 import ImageBucket, draw, draw_folder, images_on_s3
@@ -79,23 +79,17 @@ def test_names_of_any_kind_are_listed_and_read(bucket: ImageBucket) -> None:
         assert all(store.get(name) == draw(seed=name) for name in HARD_NAMES)
 
 
-def test_a_split_source_and_a_folder_of_its_own_in_a_store(bucket: ImageBucket, tmp_path: Path) -> None:
+def test_a_split_source_in_a_store(bucket: ImageBucket, tmp_path: Path) -> None:
     options = bucket.signed_options()
     said: list[str] = []
-    for folder in ("split", "own"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "split").mkdir()
     params: dict[str, Any] = {"source": "s3://split/pets", "source_options": options}
     prepare(params, tmp_path / "split", said.append)
     manifest = Manifest.read(tmp_path / "split")
     assert (len(manifest.train), len(manifest.val), manifest.classes) == (4, 2, ("cat", "dog"))
     assert [manifest.keys[index] for index in manifest.val] == ["val/cat/cat_0.jpg", "val/dog/dog_0.jpg"]
     assert "train/ trains, val/ validates" in said[-1]
-    params |= {"source": "s3://split/pets/test", "val_source": "s3://split/pets/train"}
-    prepare(params, tmp_path / "own", said.append)
-    manifest = Manifest.read(tmp_path / "own")
-    assert (len(manifest.train), len(manifest.val), manifest.val_url) == (6, 4, "s3://split/pets/train")
-    location = manifest.val_location(ImagesParams(**params))
-    assert location is not None
+    location = manifest.location(ImagesParams(**params))
     image = manifest.image(manifest.val[0])
     assert len(open_source(location).get(image.key)) == image.size_bytes
 
@@ -150,8 +144,8 @@ def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, p
 def test_a_store_that_does_not_answer_is_given_up_in_time(
     tmp_path: Path, bucket: ImageBucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddptrain.workloads.images.data.listing._TIMEOUT_S", 0.4)
-    monkeypatch.setattr("ddptrain.workloads.images.data.listing._PATIENCE_S", 0.8)
+    monkeypatch.setattr("ddptrain.workloads.images.listing._TIMEOUT_S", 0.4)
+    monkeypatch.setattr("ddptrain.workloads.images.listing._PATIENCE_S", 0.8)
     proxy.inject(Fault("stall", delay_s=60))
     params = {"source": bucket.url, "source_options": bucket.signed_options(proxy.url)}
     with pytest.raises(StoreUnreachable, match=r"s3://images/dogs/Images can't be listed: it did not answer within"):

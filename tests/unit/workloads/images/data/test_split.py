@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.workloads.images.data.listing import split
+from ddptrain.workloads.images.listing import split
 
 ByClass = dict[str, list[str]]
 

@@ -14,8 +14,7 @@ import torch
 
 from ddptrain.rank.loader import RankLoader, make_loader
 from ddptrain.storage.store import StoreUnreachable
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.batches import (
+from ddptrain.workloads.images.batches import (
     BadImages,
     Batch,
     Images,
@@ -24,9 +23,10 @@ from ddptrain.workloads.images.loader.batches import (
     train_loader,
     val_loader,
 )
-from ddptrain.workloads.images.loader.decode import decode_eval
+from ddptrain.workloads.images.decode import decode_eval
+from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from tests.servers.images_on_s3 import draw, draw_folder
+from tests.servers.images_on_s3 import draw_folder
 from tests.unit.workloads.images_runs import make_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -180,20 +180,3 @@ def test_auto_leaves_cores_to_the_rank(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     assert loader_workers("auto", torch.device(device)) == expected
     assert loader_workers(3, torch.device(device)) == 3
-
-
-def test_images_to_validate_with_are_read_from_their_own_folder(tmp_path: Path) -> None:
-    source, held = tmp_path / "source", tmp_path / "held"
-    keys = draw_folder(source, CLASSES, 2, (24, 20))
-    for key in keys:  # the same names as in training, other pixels
-        (held / key).parent.mkdir(parents=True, exist_ok=True)
-        (held / key).write_bytes(draw((24, 20), f"held {key}"))
-    n = len(keys)
-    manifest = make_manifest(str(source), CLASSES, [*keys, *keys], range(n, 2 * n), str(held))
-    settings = params_of(source, val_source=str(held), augmentation="none", loader_workers=1)
-    validated = seen(val_loader(context(), manifest, settings))
-    assert sorted(validated) == list(manifest.val)
-    for index, (label, pixels) in validated.items():
-        key = keys[index % n]
-        assert label == CLASSES.index(key.partition("/")[0])
-        assert pixels == decode_eval((held / key).read_bytes(), SIZE).tobytes()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.workloads.images.loader.cache import Cache
+from ddptrain.workloads.images.reader import Cache
 
 URL = "s3://bucket/dogs"
 IMAGE = bytes(range(256)) * 4

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
-import os
 import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from ddptrain.storage.store import Location, NotFound, StoreForbidden, StoreUnreachable, Transient
-from ddptrain.workloads.images import predict
-from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
-from ddptrain.workloads.images.loader.cache import Cache
-from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
-from ddptrain.workloads.images.predict import decoded
+from ddptrain.workloads.images.reader import Cache, ImageRef, Reader, ReadFailure
 from tests.support import fake_time
 
 # --- image reader ---
 
 
 S3 = Location("s3://bucket/dogs")
-QUICK = RetryPolicy(deadline_s=60, first_wait_s=0.001, longest_wait_s=0.01)
 
 
 class Scripted:
@@ -45,8 +37,8 @@ class Scripted:
             raise answer
         return answer
 
-    def reader(self, cache: Cache | None = None, tries: RetryPolicy = QUICK) -> Reader:
-        return Reader(S3, cache, tries, opener=lambda _: self)
+    def reader(self, cache: Cache | None = None, deadline_s: float = 60) -> Reader:
+        return Reader(S3, cache, deadline_s, opener=lambda *_: self)
 
 
 @pytest.fixture
@@ -60,13 +52,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_what_passes_is_tried_again_with_waits_that_grow_and_differ(pauses: list[float]) -> None:
     store = Scripted(a=[Transient("503"), Transient("reset"), Transient("timeout"), Transient("503"), b"image"])
-    assert store.reader(tries=RetryPolicy()).read(ImageRef("a", 5)) == b"image"
+    assert store.reader().read(ImageRef("a", 5)) == b"image"
     assert all(0.5 * full <= pause <= full for pause, full in zip(pauses, [0.1, 0.2, 0.4, 0.8], strict=True))
     assert pauses != [0.1, 0.2, 0.4, 0.8]
 
 
 def test_transient_errors_until_the_deadline_are_an_error_with_the_last_reason(pauses: list[float]) -> None:
-    reader = Scripted(a=[Transient("first"), Transient("503 Slow Down")]).reader(tries=RetryPolicy())
+    reader = Scripted(a=[Transient("first"), Transient("503 Slow Down")]).reader()
     with pytest.raises(StoreUnreachable, match=r"gives no a since \S+ \(60 s\); the last error: 503 Slow Down"):
         reader.read(ImageRef("a", 5))
     assert sum(pauses) == pytest.approx(60) and max(pauses) <= 5
@@ -121,14 +113,14 @@ class Slow:
 
 def test_many_requests_are_under_way_and_no_more_than_asked_for() -> None:
     store = Slow()
-    found = dict(Reader(S3, opener=lambda _: store).read_all([ImageRef(str(n)) for n in range(100)], requests=8))
+    found = dict(Reader(S3, opener=lambda *_: store).read_all([ImageRef(str(n)) for n in range(100)], requests=8))
     assert found == {n: str(n).encode() for n in range(100)}
     assert 4 <= store.most <= 8
 
 
 def test_images_that_nobody_takes_are_not_read_ahead_without_end() -> None:
     store = Slow()
-    images = Reader(S3, opener=lambda _: store).read_all((ImageRef(str(n)) for n in range(10_000)), requests=4)
+    images = Reader(S3, opener=lambda *_: store).read_all((ImageRef(str(n)) for n in range(10_000)), requests=4)
     for _ in range(3):
         next(images)
     time.sleep(0.1)
@@ -176,68 +168,3 @@ def test_fork_after_a_read_is_told_for_stores_that_do_not_survive_it(tmp_path: P
     assert in_a_fork(lambda: dict(local.read_all([ImageRef("a.jpg")], 2))) == ""
     fresh = Scripted(a=[b"image"]).reader()
     assert in_a_fork(lambda: dict(fresh.read_all([ImageRef("a")], 2))) == ""
-
-
-# --- The inputs of predict are read by many threads, and come in their order with their image or the reason ---
-
-
-def picture(path: Path, red: int) -> PredictInput:
-    data = io.BytesIO()
-    Image.new("RGB", (12, 10), (red, 0, 0)).save(data, "PNG")
-    path.write_bytes(data.getvalue())
-    return PredictInput(str(path))
-
-
-def test_images_and_reasons_come_in_the_order_of_the_inputs(tmp_path: Path) -> None:
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    os.mkfifo(tmp_path / "fifo.png")
-    inputs: list[PredictInput | InputProblem] = [
-        picture(tmp_path / "one.png", 10),
-        InputProblem("missing", "no such file or folder"),
-        PredictInput(str(tmp_path / "broken.png")),
-        PredictInput(str(tmp_path / "fifo.png")),
-        PredictInput(str(tmp_path / "gone.png")),
-        picture(tmp_path / "two.png", 20),
-    ]
-    found = [*decoded(inputs, size=8, ahead=2)]
-    assert [one for one, _ in found] == inputs
-    results = [image if isinstance(image, str) else (image.shape, int(image[0, 0, 0])) for _, image in found]
-    assert results == [
-        ((3, 8, 8), 10),
-        "no such file or folder",
-        "not an image of a known format (JPEG, PNG, BMP, GIF, WEBP, TIFF)",
-        "is not a regular file",
-        "No such file or directory",
-        ((3, 8, 8), 20),
-    ]
-
-
-def test_pillow_does_not_warn_about_an_image_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # above it pillow warns, above twice as many it refuses
-    ((_, image),) = decoded([picture(tmp_path / "one.png", 10)], 8, 1)
-    assert not isinstance(image, str)
-
-
-def test_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = picture(tmp_path / "one.png", 10)
-    size = os.path.getsize(one.name)
-    monkeypatch.setattr(predict, "_MOST_BYTES", size)
-    ((_, image),) = decoded([one], 8, 1)
-    assert not isinstance(image, str)
-    monkeypatch.setattr(predict, "_MOST_BYTES", size - 1)
-    assert [*decoded([one], 8, 1)] == [(one, f"has {size:,} bytes, which is too large for an image")]
-
-
-def test_no_more_inputs_are_taken_than_are_read_ahead(tmp_path: Path) -> None:
-    one, taken = picture(tmp_path / "one.png", 10), 0
-
-    def inputs() -> Iterator[PredictInput]:
-        nonlocal taken
-        for _ in range(20):
-            taken += 1
-            yield one
-
-    images = decoded(inputs(), 8, ahead=5)
-    next(images)
-    assert taken == 6
-    assert len([*images]) == 19

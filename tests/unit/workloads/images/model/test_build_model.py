@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.checkpoint.weights import with_module_versions
-from ddptrain.workloads.images.model.build_model import MEAN, STD, PixelNormalizer, build, describe
-from ddptrain.workloads.images.model.initial_weights import built_model, find_pretrained, fit, read
-from ddptrain.workloads.images.model.preflight import BadWeights
+from ddptrain.workloads.images.classifier import MEAN, STD, PixelNormalizer, build, describe
+from ddptrain.workloads.images.weights import BadWeights, built_model, find_pretrained, fit, read
 
 CLASSES = ["cat", "dog", "owl"]
 
@@ -89,9 +88,7 @@ def test_pixels_have_the_mean_and_deviation_that_the_weights_want(*, channels_la
 def test_weights_of_a_name_have_a_url_and_their_own_normalisation() -> None:
     found = find_pretrained("resnet50", "DEFAULT")
     assert found.url.endswith("resnet50-11ad3fa6.pth")
-    assert (found.mean, found.std) == (MEAN, STD)
-    assert find_pretrained("efficientnet_v2_l", "DEFAULT").mean == (0.5, 0.5, 0.5)
-    assert (found.image_size, find_pretrained("efficientnet_b3", "DEFAULT").image_size) == (224, 300)
+    assert (found.transforms().mean, found.transforms().std) == ([*MEAN], [*STD])
     with pytest.raises(BadWeights, match="resnet50 has no weights 'IMAGENET1K_V7'"):
         find_pretrained("resnet50", "IMAGENET1K_V7")
 
@@ -196,36 +193,9 @@ def test_vision_transformer_takes_weights_made_for_another_size() -> None:
     assert model.state_dict()["encoder.pos_embedding"].shape[1] == 3 * 3 + 1
 
 
-def test_transformers_weights_are_read_under_the_names_that_torchvisions_files_have() -> None:
-    with torch.device("meta"):
-        config = described("vit_b_32")
-        model = build(config)
-        state = model.state_dict()
-    for name in [name for name in state if ".mlp." in name]:
-        state[name.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2.")] = state.pop(name)
-    assert "encoder.layers.encoder_layer_11.mlp.linear_2.bias" in state
-    assert load(model, state, config, "w", keep_head=False) is None
-
-
 def test_weights_without_versions_do_for_a_model_that_asks_for_them() -> None:
     config = described("mnasnet0_5")
     state = dict(build({**config, "n_outputs": 5}).state_dict())
     model = build(config)
     assert load(model, state, config, "w", keep_head=False) == 5
     assert torch.equal(model.state_dict()["layers.0.weight"], state["layers.0.weight"])
-
-
-def test_auxiliary_heads_of_inceptions_and_old_names_of_densenets_are_understood() -> None:
-    config = described("googlenet")
-    model = build(config)
-    state = {**model.state_dict(), "aux1.fc2.weight": torch.zeros(2, 2)}
-    assert load(model, state, config, "w", keep_head=False) is None
-
-    config = described("densenet121")
-    model = build(config)
-    old = {
-        re.sub(r"(denselayer\d+\.(?:norm|conv))([12])\.", r"\1.\2.", name): value
-        for name, value in model.state_dict().items()
-    }
-    assert "features.denseblock1.denselayer1.norm.1.weight" in old
-    assert load(model, old, config, "w", keep_head=False) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 
 from ddptrain.errors import UsageError
-from ddptrain.protocol.rank_spec import StartingWeights
-from ddptrain.workloads.images.model import initial_weights
-from ddptrain.workloads.images.model.build_model import MEAN, STD
+from ddptrain.workloads.images import weights as initial_weights
+from ddptrain.workloads.images.classifier import MEAN, STD
 from ddptrain.workloads.images.params import ImagesParams
 
-KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), image_size=64, url="https://w/net-1.pth")
+KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), transforms=None)
+KNOWN.transforms = lambda: KNOWN
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +51,3 @@ def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(initial_weights, "build", lambda config: Broken())
     with pytest.raises(UsageError, match=r"\[1, 3, 32, 32\] is too small"):
         initial_weights.built_model(config)
-
-
-@pytest.mark.parametrize(
-    ("weights", "classes", "others"),
-    [
-        ("model:dogs@champion", ["cat", "dog"], False),
-        ("model:dogs@champion", ["dog", "cat"], True),
-        ("model:dogs@champion", [], False),
-        ("model.pth", ["dog", "cat"], False),
-    ],
-)
-def test_model_of_the_registry_may_have_other_classes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: str, classes: list[str], others: bool
-) -> None:
-    monkeypatch.setattr(StartingWeights, "read", lambda inputs: SimpleNamespace(classes=classes))
-    config = {"classes": ["cat", "dog"]}
-    settings = ImagesParams(weights=weights)
-    assert initial_weights._has_other_classes(settings, config, tmp_path) is others
-    assert initial_weights._has_other_classes(settings, config, None) is False
-    monkeypatch.setattr(StartingWeights, "read", lambda inputs: None)
-    assert initial_weights._has_other_classes(settings, config, tmp_path) is False

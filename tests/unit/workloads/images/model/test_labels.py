@@ -6,7 +6,7 @@ import pytest
 from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.model.labels import Labels, outputs_of, read_labels
+from ddptrain.workloads.images.listing import Labels, outputs_of, read_labels
 
 # The folders of Stanford Dogs: ImageNet's dogs, in the order of its outputs (without the dalmatian), then three more.
 _FOLDERS = """

@@ -24,9 +24,8 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
-from ddptrain.tracking.factory import load, start_trackers
-from ddptrain.tracking.items import Checkpoint, Numbers
-from ddptrain.tracking.metric_goals import goal_of
+from ddptrain.tracking.protocol import Checkpoint, Numbers, goal_of
+from ddptrain.tracking.trackers import load, start_trackers
 from tests.unit.specs import make_spec
 
 # --- From the configuration to the trackers of a rank: which there are, what they are told, and what absent ---

@@ -7,7 +7,6 @@ killed, less than a second is lost.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -19,17 +18,13 @@ from typing import Any
 
 import wandb
 
-from ddptrain.tracking import items
-from ddptrain.tracking.metric_goals import goal_of
-from ddptrain.tracking.protocol import Facts, State
-from ddptrain.tracking.wandb import wandb_artifacts, wandb_run
-from ddptrain.tracking.wandb.wandb_artifacts import ArtifactUploads
-from ddptrain.tracking.wandb.wandb_folders import SENDING
-from ddptrain.tracking.wandb.wandb_run import RankRun
+from ddptrain.tracking import protocol as items
+from ddptrain.tracking import wandb_run
+from ddptrain.tracking.protocol import Facts, State, goal_of
+from ddptrain.tracking.wandb_files import SENDING
+from ddptrain.tracking.wandb_run import ArtifactUploads, RankRun
 
 _GATHER_S = 0.5  # a row waits this long for more values of its step
-_DISK_CHECK_S = 10.0
-_DISK_FULL_BYTES = 1 << 16
 _FINISH_MARGIN_S = 0.3  # our timeout is longer, so that wandb's own timeout ends run.finish() first
 _UPLOAD_SHARE = 0.8  # of the time for the end: then run.finish() begins, although artifacts wait
 STEP = "step"
@@ -47,9 +42,8 @@ class WandbTracker:
         self._row: WandbRow | None = None
         self._done: set[str] = set()  # metrics that are defined, and messages that were sent
         self._row_error: Exception | None = None  # of the last row
-        self._lock = threading.Condition(threading.RLock())
-        self._closed = False
-        self._next_disk_check_s = 0.0
+        self._lock = threading.RLock()
+        self._timer: threading.Timer  # of the row
 
     def start(self, facts: Facts) -> None:
         """Open the run: online if this is wanted and possible, else offline."""
@@ -62,7 +56,6 @@ class WandbTracker:
             self._run.define_metric(f"{self._prefix}{position}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
         self._report_run(offline_reason)
-        threading.Thread(target=self._flush_rows, name="ddptrain-wandb-rows", daemon=True).start()
 
     def _report_run(self, offline_reason: str) -> None:
         """Say where the run is, or why it is offline although online was wanted."""
@@ -95,28 +88,20 @@ class WandbTracker:
     def log(self, item: items.Item) -> None:
         """Log one item; its files have been copied when this method returns."""
         with self._lock:
-            try:
-                self._log_item(item)
-                if self._row_error is not None:
-                    raise self._row_error
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                self._report_full_disk()
-
-    def _log_item(self, item: items.Item) -> None:
-        match item:
-            case items.Numbers():
-                self._log_numbers(item)
-            case items.Image():
-                self._add(item.step, {item.name: wandb_artifacts.to_image(item)}, None, item.time_ns / 1e9)
-                self._flush()  # while the file exists
-            case items.Table():
-                self._log_table(item)
-            case items.Checkpoint() if self._options.get("checkpoints") and not self._run.offline:
-                self._uploads.put_checkpoint(item)
-            case _:
-                pass
+            match item:
+                case items.Numbers():
+                    self._log_numbers(item)
+                case items.Image():
+                    self._add(item.step, {item.name: wandb_run.to_image(item)}, None, item.time_ns / 1e9)
+                    self._flush()  # while the file exists
+                case items.Table():
+                    self._log_table(item)
+                case items.Checkpoint() if self._options.get("checkpoints") and not self._run.offline:
+                    self._uploads.put_checkpoint(item)
+                case _:
+                    pass
+            if self._row_error is not None:
+                raise self._row_error
 
     def _log_numbers(self, item: items.Numbers) -> None:
         values = dict(item.values)
@@ -134,7 +119,9 @@ class WandbTracker:
             self._flush()
         if self._row is None:
             self._row = WandbRow(step)
-            self._lock.notify_all()
+            self._timer = threading.Timer(_GATHER_S, self._flush_late, [self._row])
+            self._timer.daemon = True
+            self._timer.start()
         self._row.add(values, epoch, time_s)
         if step is None:
             self._flush()
@@ -144,6 +131,7 @@ class WandbTracker:
         row, self._row = self._row, None
         if row is None:
             return
+        self._timer.cancel()
         for name in row.values:
             self._define(name)
         try:
@@ -152,24 +140,6 @@ class WandbTracker:
             self._row_error = error
             raise
         self._row_error = None
-        self._check_disk()
-
-    def _check_disk(self, *, now: bool = False) -> None:
-        """Report a full disk once, because wandb silently drops what it cannot write."""
-        if not now and time.monotonic() < self._next_disk_check_s:
-            return
-        self._next_disk_check_s = time.monotonic() + _DISK_CHECK_S
-        with suppress(OSError):
-            status = os.statvfs(str(self._run.settings.sync_dir))
-            if status.f_bavail * status.f_frsize < _DISK_FULL_BYTES:
-                self._report_full_disk()
-
-    def _report_full_disk(self) -> None:
-        if self._is_first("full disk"):
-            folder = self._run.settings.sync_dir
-            self._facts.tell(
-                f"the disk of W&B's folder {folder} is full: training continues, rows may be missing there"
-            )
 
     def _is_first(self, what: str) -> bool:
         is_first = what not in self._done
@@ -193,31 +163,19 @@ class WandbTracker:
             )
         if self._run.offline:  # an offline log that names files would be useless once the run directory has moved
             return
-        self._uploads.put(wandb_artifacts.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
-        self._add(item.step, {item.name: wandb_artifacts.to_table(item, max_rows)}, None, item.time_ns / 1e9)
+        self._uploads.put(wandb_run.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
+        self._add(item.step, {item.name: wandb_run.to_table(item, max_rows)}, None, item.time_ns / 1e9)
         self._flush()
 
-    def _flush_rows(self) -> None:
-        """Log each row 0.5 s after its first value. Runs in a thread until finish()."""
-        while True:
-            with self._lock:
-                while self._row is None and not self._closed:
-                    self._lock.wait()
-                if self._closed:
-                    return
-                assert self._row is not None
-                left_s = self._row.since_s + _GATHER_S - time.monotonic()
-                if left_s <= 0:
-                    with suppress(Exception):  # whatever wandb raises; the next log() raises it
-                        self._flush()
-                    continue
-            time.sleep(left_s)
+    def _flush_late(self, row: WandbRow) -> None:
+        """Log a row 0.5 s after its first value, if it still waits. Runs in a thread."""
+        with self._lock, suppress(Exception):  # whatever wandb raises; the next log() raises it
+            if row is self._row:
+                self._flush()
 
     def finish(self, state: State) -> None:
         """End the run, and say what the server did not get."""
         with self._lock:
-            self._closed = True
-            self._lock.notify_all()
             try:
                 self._log_rest()
             finally:
@@ -230,16 +188,10 @@ class WandbTracker:
             self._facts.tell(lost)
 
     def _end_run(self, state: State) -> bool:
-        """End wandb's run. Return whether W&B got everything; True also after the report of a full disk."""
+        """End wandb's run. Return whether W&B got everything."""
         deadline = time.monotonic() + self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S
-        try:
-            complete = self._uploads.finish(_UPLOAD_SHARE * self._rank_run.wandb_timeout_s)
-            return wandb_run.finish(self._run, state, deadline - time.monotonic(), complete=complete)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            self._report_full_disk()
-            return True  # the message about the disk is enough
+        complete = self._uploads.finish(_UPLOAD_SHARE * self._rank_run.wandb_timeout_s)
+        return wandb_run.finish(self._run, state, deadline - time.monotonic(), complete=complete)
 
     def _log_rest(self) -> None:
         self._flush()
@@ -247,7 +199,6 @@ class WandbTracker:
             for name, value in held.items():
                 self._add(step, {name: value.value}, value.epoch, value.time_s)
         self._flush()
-        self._check_disk(now=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +214,8 @@ class HeldValue:
 class RowFilter:
     """Selects one value of a metric in `every` steps, and at the end the last value that was not selected.
 
-    All values of a metric that is not logged at every step are selected, and the first value of each whole epoch. So
-    metrics that are logged once per epoch are complete, even if an epoch has few steps.
+    All values of a metric that is not logged at every step are selected, and the first value of each whole epoch: a
+    metric that is logged once an epoch is complete, even if an epoch has few steps.
     """
 
     def __init__(self, every: int) -> None:
@@ -284,7 +235,12 @@ class RowFilter:
             self._step, self._tick = step, self._tick + 1
         due = []
         for name, value in values.items():
-            if self._is_due(name, step) | self._begins_epoch(name, epoch):
+            sent, ticks = self._sent.get(name), self._tick - self._last_tick.get(name, 0)
+            begins_epoch = epoch is not None and float(epoch).is_integer() and epoch != self._epochs.get(name)
+            if begins_epoch and epoch is not None:
+                self._epochs[name] = epoch
+            # Steps may start again from a lower number.
+            if begins_epoch or sent is None or not 0 <= step - sent < self._every or (step != sent and ticks > 1):
                 due.append(name)
                 self._sent[name] = step
                 self._held.pop(name, None)
@@ -292,18 +248,6 @@ class RowFilter:
                 self._held[name] = HeldValue(value, step, epoch, time_s)
             self._last_tick[name] = self._tick
         return due
-
-    def _begins_epoch(self, name: str, epoch: float | None) -> bool:
-        if epoch is None or not float(epoch).is_integer() or epoch == self._epochs.get(name):
-            return False
-        self._epochs[name] = epoch
-        return True
-
-    def _is_due(self, name: str, step: float) -> bool:
-        sent = self._sent.get(name)
-        if sent is None or not 0 <= step - sent < self._every:  # steps may start again from a lower number
-            return True
-        return step != sent and self._tick - self._last_tick[name] > 1
 
     def rest(self) -> dict[float, dict[str, HeldValue]]:
         """Return the values that were not logged, by step, and forget them."""
@@ -316,13 +260,12 @@ class RowFilter:
 
 @dataclass(slots=True)
 class WandbRow:
-    """The values of one step, collected before they are logged. `since_s` is when it was created (monotonic)."""
+    """The values of one step, collected before they are logged."""
 
     step: float | None
     values: dict[str, Any] = field(default_factory=dict)
     epoch: float | None = None
     time_s: float = 0.0
-    since_s: float = field(default_factory=time.monotonic)
 
     def fits(self, step: float | None, values: Mapping[str, Any]) -> bool:
         """Return whether these values belong to the row: they have its step, and none of its names."""

@@ -58,7 +58,7 @@ class _File:
     train: Annotated[tuple[_Index, ...], Field(min_length=1)]
     val: tuple[_Index, ...]
     made_of: Mapping[str, Any] = field(default_factory=dict)
-    val_url: Annotated[str, Field(max_length=1024)] = ""
+    val_url: Literal[""] = ""  # of an earlier version
     schema: Literal[1] = 1
 
 
@@ -86,11 +86,10 @@ class Keys(Sequence[str]):
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """The images of a run and their use, ordered by class and key; validation images of their own location come last.
+    """The images of a run and their use, ordered by class and key; validation images of a split source come last.
 
     rows: a row of _ROW for each image; its size in bytes is -1 if the store did not report it. blob: the keys.
-    `url` has no credentials. `made_of`: the parameters that determined the list. `val_url`: the location that keys of
-    images to validate with are relative to; "" if it is the source.
+    `url` has no credentials. `made_of`: the parameters that determined the list.
     """
 
     url: str
@@ -98,7 +97,6 @@ class Manifest:
     rows: NDArray[np.void]
     blob: bytes = field(repr=False)
     made_of: Mapping[str, Any] = field(default_factory=dict)
-    val_url: str = ""
 
     @classmethod
     def of(
@@ -107,12 +105,11 @@ class Manifest:
         classes: Sequence[str],
         images: Iterable[tuple[Listed, int, int]],
         made_of: Mapping[str, Any] | None = None,
-        val_url: str = "",
     ) -> Self:
         """Return the manifest of images, each with its label and what it is for."""
         items, labels, parts = zip(*images, strict=True)
         columns = ([item.key for item in items], labels, [item.size_bytes for item in items])
-        return cls._made(url, classes, *columns, [item.version for item in items], parts, made_of or {}, val_url)
+        return cls._made(url, classes, *columns, [item.version for item in items], parts, made_of or {})
 
     @classmethod
     def _made(
@@ -125,13 +122,12 @@ class Manifest:
         versions: Sequence[str],
         parts: ArrayLike,
         made_of: Mapping[str, Any],
-        val_url: str,
     ) -> Self:
         rows = np.empty(len(keys), _ROW)
         rows["end"] = np.cumsum(np.fromiter((len(key.encode()) for key in keys), np.uint64, len(keys)))
         rows["size"], rows["label"], rows["part"] = sizes, labels, parts
         rows["version"] = np.fromiter(map(_short, versions), np.uint32, len(keys))
-        return cls(url, tuple(classes), rows, "".join(keys).encode(), made_of, val_url)
+        return cls(url, tuple(classes), rows, "".join(keys).encode(), made_of)
 
     @cached_property
     def keys(self) -> Keys:
@@ -172,21 +168,6 @@ class Manifest:
         chosen = Location.of(params.source, params.source_options)
         return Location(self.url, chosen.options) if chosen.protocol == "file" else chosen
 
-    def val_location(self, params: ImagesParams) -> Location | None:
-        """Return where to read the validation images, as `location`; None if they are in the source."""
-        if not self.val_url:
-            return None
-        chosen = Location.of(params.val_source or self.val_url, params.source_options, "params.val_source")
-        return Location(self.val_url, chosen.options) if chosen.protocol == "file" else chosen
-
-    def in_val_source(self, index: int) -> bool:
-        """Return whether an image is read from `val_url`."""
-        return bool(self.val_url) and bool(self.rows["part"][index] == VAL)
-
-    def name(self, index: int) -> str:
-        """Return the name of an image in messages: its key, with its location if that is not the source."""
-        return f"{self.val_url}/{self.keys[index]}" if self.in_val_source(index) else self.keys[index]
-
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder atomically."""
         images = [self.image(index) for index in range(len(self.rows))]
@@ -200,7 +181,6 @@ class Manifest:
             tuple(self.train.tolist()),
             tuple(self.val.tolist()),
             self.made_of,
-            self.val_url,
         )
         document = {item.name: getattr(file, item.name) for item in fields(file)}
         write_atomic(folder / FILE, (json.dumps(document, ensure_ascii=False) + "\n").encode())
@@ -222,7 +202,7 @@ class Manifest:
         part = np.zeros(len(file.keys), np.uint8)
         part[list(file.train)], part[list(file.val)] = TRAIN, VAL
         columns = file.keys, file.labels, file.sizes, file.versions, part
-        return cls._made(file.url, file.classes, *columns, file.made_of, file.val_url)
+        return cls._made(file.url, file.classes, *columns, file.made_of)
 
 
 def _short(version: str) -> int:
@@ -236,12 +216,6 @@ def is_plain_key(key: str) -> bool:
     """Return whether a key has a class folder and stays below the folder that it is joined to."""
     parts = key.split("/")
     return len(parts) > 1 and not {"", ".", ".."} & set(parts) and "\0" not in key
-
-
-def is_of_class(key: str, name: str) -> bool:
-    """Return whether a key is CLASS/IMAGE of that class or, in a split source, PART/CLASS/IMAGE."""
-    first, *below = key.split("/")
-    return first == name or (first.lower() in PARTS and len(below) > 1 and below[0] == name)
 
 
 def _damaged(path: Path, problem: str) -> DamagedManifest:
@@ -258,22 +232,15 @@ def _problem(file: _File) -> str:
             return f"{len(getattr(file, name))} {name} for {n} keys"
     if not _ascends(file.classes):
         return "its classes are not in order, or repeated"
-    for key, label in zip(file.keys, file.labels, strict=True):
-        if not is_plain_key(key):
-            return f'the key "{shorten(key)}" leads out of the source'
-        if label >= len(file.classes) or not is_of_class(key, file.classes[label]):
-            return f'the key "{shorten(key)}" does not belong to class {label}'
+    if bad_key := next((key for key in file.keys if not is_plain_key(key)), ""):
+        return f'the key "{shorten(bad_key)}" leads out of the source'
+    if max(file.labels) >= len(file.classes):
+        return "a label is of no class"
     for name in ("train", "val"):
         part: Sequence[int] = getattr(file, name)
         if not _ascends(part) or (part and part[-1] >= n):
             return f"{name} is not a list of images in order"
-    if file.val_url and (not file.val or file.val[0] <= file.train[-1] or file.val[-1] != n - 1):
-        return "val does not follow train"
-    if set(file.train) & set(file.val):
-        return "an image is in train and in val"
-    first_of_val = file.val[0] if file.val_url else n
-    names = {(index >= first_of_val, key) for index, key in enumerate(file.keys)}
-    return "" if len(names) == n else "a key is repeated"
+    return "an image is in train and in val" if set(file.train) & set(file.val) else ""
 
 
 def _ascends(items: Sequence[Any]) -> bool:

@@ -7,21 +7,26 @@ import json
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
+from ddptrain.protocol.rank_spec import names_model
+from ddptrain.redact import hide_credentials
 from ddptrain.storage.store import Limits, Listed, Location
-from ddptrain.workloads.images.data.manifest import FILE, PARTS, TRAIN, VAL, Manifest, is_plain_key
-from ddptrain.workloads.images.data.synthetic import open_images
-from ddptrain.workloads.images.model.labels import outputs_of
-from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
-from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.held_out import HeldOut, digest_of
+from ddptrain.workloads.images.manifest import FILE, PARTS, TRAIN, VAL, Manifest, is_plain_key
+from ddptrain.workloads.images.params import N_OUTPUTS, WEIGHTS_NAME, ImagesParams
+from ddptrain.workloads.images.reader import open_images
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 # The driver waits for a store that does not answer for the sum of these; a page of a listing takes less than 1 s.
@@ -32,6 +37,11 @@ _TELL_FIRST_S, _TELL_EVERY_S = 2.0, 10.0
 _MOST_NAMED = 8
 _TRAIN, _VAL = "train", "val"  # the folders of a split source; test may be beside them, and is not used
 _WORDNET = re.compile(r"^n\d{8}-")  # prefix in the names of ImageNet's classes
+_ID = r"n[0-9]{8}"
+_FOLDER_WITH_ID = re.compile(rf"({_ID})(?:[-_. ].*)?", re.DOTALL)
+_Text = Annotated[str, Field(min_length=1, max_length=2000)]
+_LABELS = TypeAdapter(dict[int, _Text | tuple[Annotated[str, Field(pattern=f"^{_ID}$")], _Text]])
+_FORM = 'expected JSON as {"0": "tench", "1": "goldfish"}, or {"0": ["n01440764", "tench"]} with WordNet ids'
 
 Tell = Callable[[str], None]
 
@@ -79,8 +89,8 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     location = Location.of(settings.source, settings.source_options)
     made_of = _made_of(settings, location)
     known = Manifest.read(folder) if (folder / FILE).exists() else None
-    if known is None:  # otherwise a checkpoint has the weights, or the ranks check them
-        check_weights(settings)
+    if known is None:
+        check_weights_file(settings)
     if known is not None and known.made_of == made_of:
         tell(f"the run's list of images is used again: {_summary(known)}")
         manifest = known
@@ -93,32 +103,67 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     labels = labels_of(settings)
     if labels is not None:
         outputs_of(manifest.classes, labels)
-    if known is None and settings.weights is not None and not is_weights_name(settings.weights):
-        from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
+    weights = settings.weights if known is None else None  # otherwise a checkpoint has them, or the ranks check them
+    if weights is not None and not WEIGHTS_NAME.fullmatch(weights):
+        from ddptrain.workloads.images.weights import check_weights_fit  # imports torch: two seconds
 
-        check_weights_fit(settings, settings.weights, manifest.classes, labels, folder)
+        check_weights_fit(settings, weights, manifest.classes, folder)
     if manifest is not known:
         manifest.write(folder)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageSource:
-    """The images for training and, if they are in a folder of their own, those for validation.
+class GivenImage:
+    """A file that `predict` gets, or an argument that names none, with the reason."""
 
-    Keys of `train`, and of `val` if `val_location` is None, are relative to the source, also if it `is_split`.
+    name: str
+    problem: str = ""
+
+
+def find_images(arguments: Iterable[str]) -> list[GivenImage]:
+    """Return the images of all arguments, in their order; those of a folder, with all folders below, by name.
+
+    Raises UsageError if there is not a single image.
     """
+    found = [item for argument in arguments for item in _given(argument)]
+    if any(not item.problem for item in found):
+        return found
+    lines = [f"{shorten(item.name, 300)}: {item.problem}" for item in found[:_MOST_NAMED]]
+    more = [f"and {len(found) - _MOST_NAMED:,} more"] if len(found) > _MOST_NAMED else []
+    raise UsageError("\n  ".join(["nothing to classify:", *lines, *more] if found[1:] else lines))
+
+
+def _given(argument: str) -> list[GivenImage]:
+    path = os.path.expanduser(argument)
+    if not os.path.isdir(path):
+        url = "predict takes files and folders; download it first" if "://" in argument else "no such file or folder"
+        return [GivenImage(path) if os.path.exists(path) else GivenImage(hide_credentials(argument), url)]
+    found, entered = list[GivenImage](), set[str]()
+    for folder, folders, names in os.walk(path, followlinks=True):
+        entered.add(os.path.realpath(folder))
+        folders[:] = [name for name in sorted(folders) if name[0] != "." and _is_new(folder, name, entered)]
+        images = (name for name in sorted(names) if name[0] != "." and PurePosixPath(name).suffix.lower() in SUFFIXES)
+        found += [GivenImage(os.path.join(folder, name)) for name in images]
+    return found or [GivenImage(argument, f"no images in it ({', '.join(sorted(SUFFIXES))})")]
+
+
+def _is_new(folder: str, name: str, entered: AbstractSet[str]) -> bool:
+    return os.path.realpath(os.path.join(folder, name)) not in entered  # cycles of links end
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """The images for training and, in a split source, those for validation. Keys are relative to the source."""
 
     train: SourceListing
     val: SourceListing | None = None
-    is_split: bool = False
-    val_location: Location | None = None
 
     @property
     def description(self) -> str:
         """For a message: the files that are left out, and that the source is split; "" or begins with ";"."""
         ignored = [self.train.ignored, self.val.ignored if self.val else ""]
         left_out = "".join(f"; left out: {text}" for text in ignored if text)
-        return f"{left_out}; {_TRAIN}/ trains, {_VAL}/ validates" if self.is_split else left_out
+        return f"{left_out}; {_TRAIN}/ trains, {_VAL}/ validates" if self.val else left_out
 
 
 def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
@@ -140,21 +185,12 @@ def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSo
     whole = _part(items, location)
     _check(whole, location)
     split_into_parts = is_split(whole.by_class.keys() | (whole.folders & PARTS), location.description)
-    if params.val_source is not None:
-        val_location = Location.of(params.val_source, params.source_options, "params.val_source")
-        if val_location == location or split_into_parts:
-            what = f"has a {_VAL}/ of its own" if split_into_parts else "is params.val_source"
-            raise UsageError(
-                f"params.source, {location.description}, {what}: give another folder to one of them, or leave "
-                "params.val_source out"
-            )
-        return ImageSource(whole, list_images(val_location, tell), val_location=val_location)
     if not split_into_parts:
         return ImageSource(whole)
     train, val = (_part(items, location, part) for part in (_TRAIN, _VAL))
     for part, listing in ((_TRAIN, train), (_VAL, val)):
         _check(listing, Location(f"{location.url}/{part}", location.options, location.setting))
-    return ImageSource(train, val, is_split=True)
+    return ImageSource(train, val)
 
 
 def is_split(folders: AbstractSet[str], where: str) -> bool:
@@ -168,8 +204,7 @@ def is_split(folders: AbstractSet[str], where: str) -> bool:
     if {_TRAIN, _VAL} <= names or {_TRAIN} < names <= PARTS:
         raise UsageError(
             f"{where} has the folders {listed(sorted(folders), _MOST_NAMED)}: expected a folder for each class, or "
-            f"{_TRAIN} and {_VAL} with a folder for each class; give others as params.source and params.val_source, "
-            f"such as {where}/{_TRAIN} and {where}/valid"
+            f"{_TRAIN} and {_VAL} with a folder for each class: rename the others"
         )
     return False
 
@@ -204,11 +239,10 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     validation images are not those of the training images.
     """
     listing = source.train
-    inside = f"{location.description}/{{}}" if source.is_split else location.description
-    where = inside.format(_TRAIN)
+    where = location.description if source.val is None else f"{location.description}/{_TRAIN}"
     classes = chosen_classes(sorted(listing.by_class), params.subset, where)
     if len(classes) < 2:
-        raise UsageError(_too_few(listing, classes, where, location.setting, depth=2 if source.is_split else 1))
+        raise UsageError(_too_few(listing, classes, where, location.setting, depth=1 if source.val is None else 2))
     used, val_keys = _by_key(listing, classes), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
@@ -216,14 +250,14 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
             {name: [item.key for item in used[name]] for name in classes}, params.train_pct, params.seed
         )
     else:
-        val_where = source.val_location.description if source.val_location else inside.format(_VAL)
-        check_classes_agree(listing.by_class.keys(), classes, source.val.by_class.keys(), val_where)
+        check_classes_agree(
+            listing.by_class.keys(), classes, source.val.by_class.keys(), f"{location.description}/{_VAL}"
+        )
         val = _by_key(source.val, classes)
     train = ((item, label) for label, name in enumerate(classes) for item in used[name])
     images = [(item, label, VAL if item.key in val_keys else TRAIN) for item, label in train]
     images += [(item, label, VAL) for label, name in enumerate(classes) for item in val.get(name, [])]
-    val_url = source.val_location.description if source.val_location else ""
-    return Manifest.of(location.description, classes, images, _made_of(params, location), val_url)
+    return Manifest.of(location.description, classes, images, _made_of(params, location))
 
 
 def check_classes_agree(train: AbstractSet[str], used: Sequence[str], val: AbstractSet[str], where: str) -> None:
@@ -326,16 +360,13 @@ def _too_few(listing: SourceListing, classes: Sequence[str], where: str, setting
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
     """Return the parameters that determine the manifest, as JSON values."""
     subset = params.subset if isinstance(params.subset, int | None) else sorted(set(params.subset))
-    made_of: dict[str, object] = {
+    return {
         "source": location.description,
         "subset": subset,
         "train_pct": params.train_pct,
         "downsample_to": 1.0,  # as in manifests of earlier versions, which stay valid
         "seed": params.seed,
     }
-    if params.val_source is not None:  # absent otherwise, so that manifests of earlier versions stay valid
-        made_of["val_source"] = Location.of(params.val_source, {}).description
-    return made_of
 
 
 def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -348,10 +379,8 @@ def _differences(before: Mapping[str, object], now: Mapping[str, object]) -> str
 
 
 def _summary(manifest: Manifest) -> str:
-    n_source = len(manifest.keys) - (len(manifest.val) if manifest.val_url else 0)
-    of = f"{n_source:,} images of {len(manifest.classes):,} classes in {manifest.url}"
-    val = f"{len(manifest.val):,} from {manifest.val_url}" if manifest.val_url else f"{len(manifest.val):,}"
-    return f"{of}: {len(manifest.train):,} to train on, {val} to validate with"
+    of = f"{len(manifest.keys):,} images of {len(manifest.classes):,} classes in {manifest.url}"
+    return f"{of}: {len(manifest.train):,} to train on, {len(manifest.val):,} to validate with"
 
 
 def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) -> tuple[set[str], set[str]]:
@@ -391,3 +420,160 @@ def _drawn(names: Iterable[str], seed: int) -> list[str]:
         return hashlib.blake2b(text, digest_size=8).digest(), name
 
     return sorted(names, key=ticket)
+
+
+# --- the data of an evaluation ---
+
+
+def prepare_held_out(request: Mapping[str, Any], folder: Path, tell: Callable[[str], None]) -> None:
+    """Write the manifest of the run `request["run"]`, or of the source `request["data"]`, into `folder`.
+
+    Raises UsageError if there are no images, or they cannot be listed; StoreError.
+    """
+    params = ImagesParams.model_validate_json(json.dumps(request["params"]), strict=True)
+    manifest = _listed(params, str(request["data"]), tell) if request["data"] else held_out_images(Path(request["run"]))
+    manifest.write(folder)
+    held_out = describe_held_out(manifest)
+    held_out.write(folder)
+    tell(f"{held_out.n:,} images of {len(manifest.classes):,} classes to evaluate on")
+
+
+def held_out_images(run_dir: Path) -> Manifest:
+    """Return the manifest of a run that held out images. Raises UsageError, also if it held out none."""
+    try:
+        manifest = Manifest.read(run_dir / "inputs")
+    except UsageError as error:
+        raise UsageError(f"{error}; name images to evaluate on with --data") from error
+    if not len(manifest.val):
+        raise UsageError(
+            f"{run_dir.name} held out no images (params.train_pct): name a folder or URL of images with --data, or "
+            "train with params.train_pct below 1"
+        )
+    return manifest
+
+
+def evaluated_only(manifest: Manifest, classes: Collection[str] | None = None) -> Manifest:
+    """Return a manifest that only validates: on the held-out images, or on all images if it holds out none.
+
+    classes: only images of these classes remain.
+    """
+    kept = manifest.val if len(manifest.val) else manifest.train
+    if classes is not None:
+        labels = [label for label, name in enumerate(manifest.classes) if name in classes]
+        kept = kept[np.isin(manifest.labels[kept], labels)]
+    return manifest.validating_on(kept)
+
+
+def describe_held_out(manifest: Manifest) -> HeldOut:
+    """Return the digest and number of the images to evaluate on: their names, classes, sizes and versions count."""
+    rows = []
+    for index in evaluated_only(manifest).val.tolist():
+        image = manifest.image(index)
+        rows.append([image.key, manifest.classes[manifest.labels[index]], image.size_bytes, image.version])
+    return HeldOut(digest_of({"url": manifest.url, "images": rows}), len(rows), "images")
+
+
+def evaluated_params(params: ImagesParams, data: str | None) -> ImagesParams:
+    """Return the params with which the images of `data` are read, instead of the source of the training."""
+    return params if data is None else params.model_copy(update={"source": data})
+
+
+def _listed(params: ImagesParams, data: str, tell: Callable[[str], None]) -> Manifest:
+    """Return a manifest that holds out the val folder of a split source, or else nothing: then all images count."""
+    whole = {"train_pct": 1.0, "subset": None}
+    settings = evaluated_params(params, data).model_copy(update=whole)
+    location = Location.of(data, settings.source_options, "--data")
+    return make_manifest(find_source(location, settings, tell), settings, location)
+
+
+# --- params.label_map: the output of the weights for each class. Nothing is guessed: names must be equal ---
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels of all outputs of a model; the outputs by label and WordNet id; `source` is the file for messages."""
+
+    source: str
+    names: tuple[str, ...]
+    outputs: Mapping[str, Sequence[int]]
+
+
+def read_labels(path: Path, n_outputs: int | None = None) -> Labels:
+    """Return the labels in a file; for a model with `n_outputs`, if that is known.
+
+    Raises UsageError if it is unreadable, or has not one label for each output.
+    """
+    try:
+        found = _LABELS.validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"can't read the labels {path}: {error.strerror or error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"][:1]))
+        raise UsageError(f"no labels in {path}: {f'{where}: ' if where else ''}{first['msg']}; {_FORM}") from None
+    n_expected = len(found) if n_outputs is None else n_outputs
+    if not found or found.keys() != set(range(n_expected)):
+        raise UsageError(
+            f"the labels of {path} are {len(found):,}, from output {min(found, default=0):,} to "
+            f"{max(found, default=0):,}: expected one for each output of the model, from 0 to {n_expected - 1:,}"
+        )
+    outputs: dict[str, list[int]] = defaultdict(list)
+    for output, label in found.items():
+        for name in {label} if isinstance(label, str) else {*label}:
+            outputs[name].append(output)
+    names = [label if isinstance(label, str) else label[1] for _, label in sorted(found.items())]
+    return Labels(str(path), tuple(names), outputs)
+
+
+def outputs_of(classes: Sequence[str], labels: Labels) -> list[int]:
+    """Return the output of each class: the one with its WordNet id, as in n01440764-tench, or with its name as label.
+
+    Raises UsageError, which lists all classes without an output, with several, or with that of another class.
+    """
+    by_class = {name: _outputs(name, labels) for name in classes}
+    of_output: dict[int, list[str]] = defaultdict(list)
+    problems = []
+    for name, outputs in by_class.items():
+        if len(outputs) == 1:
+            of_output[outputs[0]].append(shorten(name))
+        elif outputs:
+            problems.append(f"{shorten(name)}: outputs {', '.join(map(str, outputs))} have this label")
+        else:
+            near = nearest(name, labels.outputs)
+            problems.append(f"{shorten(name)}: no label has its name or id{f', did you mean {near}?' if near else ''}")
+    problems += [f"{', '.join(names)}: all have the label of output {n}" for n, names in of_output.items() if names[1:]]
+    if problems:
+        raise UsageError(
+            f"{labels.source} does not determine the output of each class: {listed(problems, 20, 200)}; "
+            "rename the folder or the label, or leave params.label_map out"
+        )
+    return [by_class[name][0] for name in classes]
+
+
+def _outputs(name: str, labels: Labels) -> Sequence[int]:
+    with_id = _FOLDER_WITH_ID.fullmatch(name)
+    return labels.outputs.get(name, ()) or (labels.outputs.get(with_id[1], ()) if with_id else ())
+
+
+def check_weights_file(params: ImagesParams) -> None:
+    """Check params.weights, if it is the path of a file: a missing one must not be noticed after the start of ranks.
+
+    Raises UsageError.
+    """
+    weights = params.weights
+    if weights is None or WEIGHTS_NAME.fullmatch(weights) or names_model(weights):
+        return
+    path = Path(weights).expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"there are no weights {shorten(str(path.absolute()), 300)}: params.weights is the path of a file that the "
+            "command and all ranks can read"
+        )
+
+
+def labels_of(params: ImagesParams) -> Labels | None:
+    """The labels in params.label_map, if set. Raises UsageError, also if their number is not that of the weights."""
+    if params.label_map is None:
+        return None
+    n_outputs = N_OUTPUTS if params.weights is not None and WEIGHTS_NAME.fullmatch(params.weights) else None
+    return read_labels(Path(params.label_map).expanduser(), n_outputs)

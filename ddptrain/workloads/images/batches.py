@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import TrainingFailed
-from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.cache import Cache
-from ddptrain.workloads.images.loader.decode import Augment, CorruptImage, decode_pixels, ignore_pillow_warnings
-from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
+from ddptrain.workloads.images.decode import Augment, CorruptImage, decode_pixels, ignore_pillow_warnings
+from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import CacheParams, ImagesParams
+from ddptrain.workloads.images.reader import Cache, ImageRef, Reader, ReadFailure
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -85,8 +83,7 @@ class Images(Dataset[Batch]):
         self._size, self._seed = settings.image_size, settings.seed
         self._requests = requests or settings.requests
         cache = Cache(_cache_folder(settings.cache), int(settings.cache.max_gb * 1e9), _say) if settings.cache else None
-        locations = [manifest.location(settings), manifest.val_location(settings)]
-        self._readers = [Reader(each, cache, RetryPolicy(deadline_s)) if each else None for each in locations]
+        self._reader = Reader(manifest.location(settings), cache, deadline_s)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -98,7 +95,7 @@ class Images(Dataset[Batch]):
         images = torch.empty((len(planned), self._size, self._size, 3), dtype=torch.uint8)
         shown: dict[int, int] = {}  # row -> index
         bad: dict[int, str] = {}
-        for row, data in self._read_all(planned):
+        for row, data in self._reader.read_all(map(self._ref, planned), self._requests):
             found = self._decoded(planned[row], places[row][1], data, bad)
             if found is not None:
                 shown[row], pixels = found
@@ -106,9 +103,8 @@ class Images(Dataset[Batch]):
         index = [shown[row] for row in sorted(shown)]
         if len(index) < len(planned):
             images = images[sorted(shown)]
-        labels = self._manifest.labels[index].tolist()
-        as_tensor = partial(torch.tensor, dtype=torch.int64)
-        return Batch(images.permute(0, 3, 1, 2), as_tensor(labels), as_tensor(index), bad)
+        labels = torch.tensor(self._manifest.labels[index].tolist(), dtype=torch.int64)
+        return Batch(images.permute(0, 3, 1, 2), labels, torch.tensor(index, dtype=torch.int64), bad)
 
     def _decoded(
         self, planned: int, epoch: int, data: bytes | ReadFailure, bad: dict[int, str]
@@ -137,17 +133,7 @@ class Images(Dataset[Batch]):
                     f"{bad_line(self._manifest, last, bad[last])}; repair one, or leave the class out with "
                     "params.subset"
                 )
-            data = self._reader(index).read(self._ref(index))
-
-    def _read_all(self, planned: Sequence[int]) -> Iterator[tuple[int, bytes | ReadFailure]]:
-        """(row, content) of each image, as they arrive. All images of a dataset have the same location."""
-        refs = [self._ref(index) for index in planned]
-        return self._reader(planned[0]).read_all(refs, self._requests) if refs else iter(())
-
-    def _reader(self, index: int) -> Reader:
-        reader = self._readers[self._manifest.in_val_source(index)]
-        assert reader is not None
-        return reader
+            data = self._reader.read(self._ref(index))
 
     def _ref(self, index: int) -> ImageRef:
         image = self._manifest.image(index)
@@ -238,7 +224,7 @@ class BadImages:
 
 def bad_line(manifest: Manifest, index: int, reason: str) -> str:
     """Return name and reason in one short line, without control characters: neither of them can be trusted."""
-    return f"{shorten(manifest.name(index), _LONGEST)}: {shorten(reason, _LONGEST)}"
+    return f"{shorten(manifest.keys[index], _LONGEST)}: {shorten(reason, _LONGEST)}"
 
 
 def _cache_folder(cache: CacheParams) -> Path:

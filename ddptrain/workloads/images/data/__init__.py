@@ -1,1 +1,0 @@
-"""The list of images and its split into training and validation."""

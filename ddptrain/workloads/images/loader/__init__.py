@@ -1,1 +1,0 @@
-"""Reads, decodes and batches images ahead of the training."""

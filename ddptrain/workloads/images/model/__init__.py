@@ -1,1 +1,0 @@
-"""Models of the image workload, their weights and labels."""
