@@ -15,7 +15,7 @@ from ddptrain import RankContext
 
 def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
     """Train the model. Runs in each rank: one process per GPU (or on the CPU). The process group is initialized."""
-    torch.manual_seed(0)
+    torch.manual_seed(ctx.rank)  # all ranks get rank 0's weights; dropout would differ on each
     layers = [nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)]
     model = ctx.prepare(nn.Sequential(*layers))  # on this rank's device, in DistributedDataParallel
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
@@ -30,13 +30,12 @@ def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 
         losses = []
         model.train()
         for x, y in training:
-            optimizer.zero_grad()
             loss = binary_cross_entropy_with_logits(model(x.to(ctx.device)).squeeze(1), y.to(ctx.device))
-            loss.backward()
-            optimizer.step()
+            ctx.backward(loss)  # these two follow `prepare:` in train.yaml: precision, several batches for a step
+            if ctx.step(optimizer):
+                step += 1
             losses.append(loss.detach())
-            step += 1
-            ctx.progress(step, epochs * len(training), unit="steps")
+            ctx.progress(round(training.position * len(training)), epochs * len(training), unit="batches")
         # All ranks must call ctx.mean and ctx.checkpoint; `checkpoint:` in train.yaml says how often it saves.
         metrics = {"train/loss": ctx.mean(torch.stack(losses)), **validate(ctx, model, validation)}
         ctx.log(metrics, step=step, epoch=epoch)
@@ -52,7 +51,8 @@ def validate(ctx: RankContext, model: nn.Module, batches: Iterable[tuple[Tensor,
             scores, labels = model(x.to(ctx.device)).squeeze(1), y.to(ctx.device)
             losses.append(binary_cross_entropy_with_logits(scores, labels, reduction="none"))
             hits.append(((scores > 0) == (labels > 0.5)).float())
-    return {"val/loss": ctx.mean(torch.cat(losses)), "val/accuracy": ctx.mean(torch.cat(hits))}
+    count = sum(map(len, hits))  # ranks may have different numbers of points
+    return {"val/loss": ctx.mean(torch.cat(losses), count), "val/accuracy": ctx.mean(torch.cat(hits), count)}
 
 
 def spirals(count: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Trains an image classifier: the training loop of each rank. Copy it to begin a workload of your own."""
+"""Trains an image classifier: the training loop of each rank. A smaller start for your own: `ddptrain init`."""
 
 from __future__ import annotations
 

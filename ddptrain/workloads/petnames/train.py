@@ -82,12 +82,12 @@ def train(ctx: RankContext, **params: Any) -> None:
             report()
             if batches.remaining:  # the checkpoint of a whole epoch has the validation loss
                 ctx.checkpoint(step=step, epoch=batches.position, **state)
-        rate = (epoch - first) * rows / (time.perf_counter() - began)
+        rate = (epoch - first) * len(names) / (time.perf_counter() - began)
         metrics = {"train/loss": ctx.mean(torch.stack(losses))}
         if held_out is not None:
             with ctx.timed("evaluation"):
                 metrics["val/loss"] = mean_loss(ctx, model, held_out, report)
-        ctx.log({**metrics, "samples": epoch * rows, "samples_per_s": rate}, step=step, epoch=epoch)
+        ctx.log({**metrics, "samples": epoch * len(names), "samples_per_s": rate}, step=step, epoch=epoch)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         ctx.say(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {unit}/s")
         ctx.checkpoint(step=step, epoch=epoch, metrics=metrics, last=epoch == settings.epochs, **state)
