@@ -85,7 +85,7 @@ class Run:
     @property
     def dir(self) -> Path:
         """The run directory; for a run in an object store, a copy of the requested files."""
-        return self._view().root
+        return self._view().fetch("run.json", "config.yaml").root
 
     @property
     def status(self) -> str:
@@ -105,7 +105,7 @@ class Run:
     @property
     def result(self) -> Any:
         """The return value of the function on rank 0 as JSON data; None if there is none yet."""
-        return json.loads((self.dir / "run.json").read_bytes()).get("result")
+        return json.loads(self._view().read("run.json")).get("result")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return all logged lines, without those that a later attempt replaced, in a form for pandas.

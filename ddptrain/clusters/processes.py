@@ -193,7 +193,9 @@ def _run(
     while await_s and scheduler is None:
         with suppress(FileNotFoundError):
             scheduler = json.loads(path.read_text(encoding="utf-8"))
-        if scheduler is None and (time.monotonic() > deadline or pid not in running(folder)):
+        # Not running(): a process that is just being started has no command line yet.
+        has_ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if scheduler is None and (time.monotonic() > deadline or has_ended):
             words = tail(folder, name, 5).strip()[-500:]
             raise ClusterError(f"the {name} did not start at {address}: {words or f'no answer in {await_s:g} s'}")
         time.sleep(_POLL_S)

@@ -20,7 +20,7 @@ from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.recorded_config import is_own_record, of_the_model, parsed_config
-from ddptrain.results.run import Run
+from ddptrain.results.run import MODEL, Run
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.storage.store import is_plain
 
@@ -37,7 +37,7 @@ def add_run(registry: ModelRegistry, model: str, view: Run, which: str = BEST, *
         UsageError: the run has no checkpoint, or the checkpoint is not what its manifest says.
         StoreError: the registry cannot be written.
     """
-    folder = view.checkpoint(which)
+    folder = view.fetch(*MODEL).checkpoint(which)
     try:
         checkpoint = verify(folder)
     except CheckpointDamaged as error:

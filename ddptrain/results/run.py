@@ -26,7 +26,12 @@ from ddptrain.results.secure_files import is_own_folder
 from ddptrain.results.tracker_records import tracker_outputs
 
 DRIVER_GONE = "the driver has ended without a result (killed?)"
-MODEL = ("config.yaml", "artifacts/*.json", "inputs/*.json")  # what commands read of a run besides its checkpoint
+MODEL = (
+    "run.json",
+    "config.yaml",
+    "artifacts/*.json",
+    "inputs/*.json",
+)  # what commands read of a run besides its checkpoint
 _LOOK_EVERY_S = 0.5
 _ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 

@@ -275,7 +275,7 @@ class LocalRuns(Runs):
             with results_errors(folder, "move"):
                 file_ops.publish(folder, aside)
             _log.info("run moved aside", run=folder.name, folder=aside)
-            self.finish(aside.name)
+            LocalRuns(folder.parent).finish(aside.name)  # of a trial that of the sweep
         finally:
             owner.release()
 

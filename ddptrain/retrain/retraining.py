@@ -153,6 +153,7 @@ class Retraining:
         if not self._is_done(Stage.PROMOTE):
             runs = open_runs_dir(self.resolved.config.results.dir)
             view = runs.find(self.record.run_id).fetch(*MODEL)
+            view.checkpoint(BEST)  # so that one of a store is here
             if not self._is_done(Stage.EVALUATE):
                 self._evaluate(view)
             if not self._is_done(Stage.GATE):

@@ -19,7 +19,7 @@ from ddptrain.driver.control.signals import MOST
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import RunLayout, valid_run_id
 from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run import Run, is_sweep
 from ddptrain.results.run_record import RunStatus
@@ -139,7 +139,8 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
         return StopTarget(sweep, lambda: Run(sweep.root))
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
-    view = runs.find(name)
+    sweep_of_store = runs.get(name) if valid_run_id(name) else None
+    view = sweep_of_store or runs.find(name)
     run_id, driver = view.run_id, view.record.driver
     if view.status == RunStatus.UNREADABLE:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
@@ -150,7 +151,9 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
             f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
             "it has no directory that other hosts see"
         )
-    return StopTarget(RunLayout(runs.folder / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
+    return StopTarget(
+        RunLayout(runs.folder / run_id), lambda: runs.get(run_id) or runs.find(run_id), look_every_s=_STORE_EVERY_S
+    )
 
 
 def stop_run(

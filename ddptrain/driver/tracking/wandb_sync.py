@@ -1,6 +1,6 @@
 """Sends the missing parts of runs to W&B: of offline runs, and of online runs that ended before all was sent.
 
-`wandb sync` sends each part of a W&B run (wandb_folders.py), and marks it with a file beside its log. A part without
+`wandb sync` sends each part of a W&B run (wandb_files.py), and marks it with a file beside its log. A part without
 that mark is sent the next time. A run in an object store is sent from a local copy, and its marks are written to the
 store. Checkpoints and tables of offline runs are not sent: the run directory has them.
 """
@@ -27,6 +27,7 @@ from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.remote.lease import Lease
+from ddptrain.results.remote.stored_runs import forget_run
 from ddptrain.results.run import Run
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
@@ -315,6 +316,7 @@ class _StoredRun:
                     name = file.relative_to(root).as_posix()
                     if _is_state(name) and file.is_file() and self._states.get(name) != (data := file.read_bytes()):
                         self._store.write(name, data)
+                        forget_run(self._store)
         finally:
             lock.release(forget=True)
 

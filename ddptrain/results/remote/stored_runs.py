@@ -166,6 +166,8 @@ class StoredRun(Run):
     def indexed(self) -> dict[str, str]:
         """Return the small files that a list needs, by path, if the run has ended; none if the record is large."""
         try:
+            if self._has_driver(self.record):
+                return {}  # it may have ended before, and is being continued
             texts = {
                 name: self.read(name).decode() for name in (_RECORD, ANNOTATIONS, _LINKS, _SWEEP) if name in self.files
             }
@@ -227,7 +229,7 @@ class StoredRuns(Runs):
         for folder in file_ops.entries(self.copies):
             if folder.is_dir() and folder.name not in names_now:
                 shutil.rmtree(folder, ignore_errors=True)
-        if len(found) > _FEW:
+        if len(found) > _FEW and not sizes:
             self._write_index(index, before, found)
         return sorted((run for run in found if run.kind == kind), key=lambda run: run.age, reverse=True)
 
@@ -246,15 +248,18 @@ class StoredRuns(Runs):
 
     def _index(self) -> tuple[dict[str, dict[str, str]], Any]:
         """Return the small files of runs that have ended, by run and path, and the version of the index."""
+        before = None
         with suppress(StoreError, OSError, ValueError, EOFError):
             if (before := self.store.read_versioned(INDEX)) is not None:
                 return json.loads(gzip.decompress(before.data)), before
-        return {}, None
+        return {}, before  # a damaged one is written anew
 
     def _write_index(self, index: Mapping[str, Any], before: Any, runs: Sequence[StoredRun]) -> None:
         """Add runs that have ended, and remove deleted ones, if there are any. Readers without access leave it."""
-        new = {run.root.name: run.indexed() for run in runs if run.root.name not in index}
-        new = {name: texts for name, texts in new.items() if texts}
+        others = [run for run in runs if run.root.name not in index]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ddptrain-copies") as pool:
+            found = zip(others, pool.map(StoredRun.indexed, others), strict=True)
+        new = {run.root.name: texts for run, texts in found if texts}
         kept = {run.root.name: index[run.root.name] for run in runs if run.root.name in index}
         if new or len(kept) < len(index):
             data = gzip.compress(json.dumps({**kept, **new}).encode(), 1)
@@ -262,12 +267,13 @@ class StoredRuns(Runs):
                 self.store.write_versioned(INDEX, data, before)
 
     def forget(self, run_id: str) -> None:
-        """Remove a run from the index, because it changes. Raises StoreError."""
-        while True:
+        """Remove a run from the index, because it changes. Raises StoreError.
+
+        The index is written in any case: a reader that has looked at the run before can't add it then.
+        """
+        while self.store.read_versioned(INDEX) is not None:
             index, before = self._index()
-            if run_id not in index:
-                return
-            del index[run_id]
+            index.pop(run_id, None)
             with suppress(WriteConflict):
                 self.store.write_versioned(INDEX, gzip.compress(json.dumps(index).encode(), 1), before)
                 return
@@ -280,7 +286,7 @@ class StoredRuns(Runs):
         if not isinstance(found, StoredRun):
             return edit_folder(found.root, change)
         changed = edit_stored(found.store, change)
-        self.forget(found.root.name)
+        forget_run(found.store)
         return changed
 
     @contextmanager
@@ -294,13 +300,15 @@ class StoredRuns(Runs):
         uploads = Uploader(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token)
         try:
             lock.keep(uploads.lose)
+            self.forget(run_id)
             if resumed:
-                self.forget(run_id)
                 _download_working_folder(run, uploads, before)
                 Origin(run.url, lock.claim.token).mark(uploads.root)
             with closing(uploads):
                 yield uploads
         finally:
+            with suppress(StoreError):  # what was indexed meanwhile is not the end
+                self.forget(run_id)
             lock.release(forget=not resumed and not uploads.begun)
 
     # Deletion: a mark is written, and run.json is deleted before the other files.
@@ -316,12 +324,12 @@ class StoredRuns(Runs):
                 now = RunRecord.from_json(run.read(_RECORD) or b"")
             if now is None or now.driver != chosen.record.driver:
                 raise RunLocked(f"run {chosen.run_id} has changed since it was chosen")
+            self.forget(name)
             run.write(MARK, (json.dumps({"since": time.time()}) + "\n").encode())
             run.remove(_RECORD)
             _log.info("run.json deleted", run=name, store=run.url)
             _remove_files(run, run.files())
             shutil.rmtree(self.work / name, ignore_errors=True)  # left by a driver that was killed
-        self.forget(name)
 
     def leftovers(self) -> dict[str, int]:
         """See Runs."""
@@ -333,6 +341,12 @@ class StoredRuns(Runs):
         with _lease(self.store.below(name)) as run:
             if _is_interrupted(files := run.files()):
                 _remove_files(run, files)
+
+
+def forget_run(run: ObjectStore) -> None:
+    """Remove the run in a folder of a store from the index beside it. Raises StoreError."""
+    parent, _, name = run.path.rpartition("/")
+    StoredRuns(replace(run, path=parent)).forget(name)
 
 
 def _prepare(run: StoredRun) -> None:

@@ -187,7 +187,6 @@ def test_fork_beside_threads_of_obstore_is_a_risk_and_another_start_method_is_no
 
     data: Any = torch.arange(4)
     loader: DataLoader[Any] = DataLoader(data, num_workers=1)
-    assert risk_of_fork(loader) == ""
     thread = threading.Thread(target=thread_of_obstore)
     thread.start()
     ready.wait()

@@ -48,7 +48,7 @@ EVENTS = st.one_of(
     st.builds(events.Noticed, TIMES),
     st.builds(events.Preempted, TIMES, st.just(5)),
     st.builds(events.Finished, TIMES),
-    st.builds(events.TrackerFailed, TIMES, st.just("wandb"), st.just("off"), st.booleans()),
+    st.builds(events.TrackerFailed, TIMES, st.just("wandb"), st.just("off")),
     st.builds(events.ThreadFailure, TIMES, st.just("t"), st.just("E"), st.just("m"), st.just("tb")),
     st.builds(events.Finishing, TIMES, st.just(5.0)),
 )
