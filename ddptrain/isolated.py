@@ -31,6 +31,7 @@ class Isolated:
 
     def __init__(self, function: str, request: object, environ: Mapping[str, str] = os.environ) -> None:
         """Start it. Raises OSError if there can't be a process."""
+        line = json.dumps([function, request]) + "\n"  # raises TypeError before there is a process
         self._is_late = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", __name__],
@@ -44,7 +45,7 @@ class Isolated:
         )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has died: answers() reports it
-            self._process.stdin.write(json.dumps([function, request]) + "\n")
+            self._process.stdin.write(line)
             self._process.stdin.flush()
 
     def answers(self, timeout_s: float | None = None) -> Iterator[Any]:
@@ -60,6 +61,8 @@ class Isolated:
         try:
             assert self._process.stdout is not None
             for line in self._process.stdout:
+                if not line.endswith("\n"):
+                    break  # it was killed while it wrote
                 message = json.loads(line)
                 if "error" in message:
                     raise _error(*message["error"])

@@ -35,7 +35,9 @@ class RunMessages:
         self._name, self._settings, self._secrets = resolved.config.name, resolved.config.notify, resolved.secrets
         self._tells_end = tells_end
         self._attempts = 0
-        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # what it is, and a line
+        self._news: queue.Queue[tuple[str, str]] = queue.Queue(_MOST)  # what it is, and a line
+        self._dropped = 0
+        self._lock = threading.Lock()
         self._warnings: list[str] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._send_news, name="ddptrain-messages", daemon=True)
@@ -79,9 +81,13 @@ class RunMessages:
             print(f"ddptrain: warning: {sanitized(warning)}", file=sys.stderr, flush=True)
 
     def _put(self, what: str, line: str) -> None:
-        self._news.put((what, line))
-        if self._thread.ident is None:
-            self._thread.start()
+        with self._lock:  # trials of a sweep are threads
+            try:
+                self._news.put_nowait((what, line))
+            except queue.Full:
+                self._dropped += 1
+            if self._thread.ident is None:
+                self._thread.start()
 
     def _send_news(self) -> None:
         while not (self._ended.is_set() and self._news.empty()):
@@ -90,7 +96,9 @@ class RunMessages:
                 news.append(self._news.get())
             if news:
                 title = ", ".join(counted(n, what) for what, n in Counter(what for what, _ in news).items())
-                self._send(title, title, [line for _, line in news], "warning")
+                more, self._dropped = self._dropped, 0
+                rest = [f"and {more:,} more, which are in the log of the run"] if more else []
+                self._send(title, title, [*(line for _, line in news), *rest], "warning")
             until = time.monotonic() + _EVERY_S
             while not self._ended.wait(0.5) and (self._news.empty() or time.monotonic() < until):
                 continue

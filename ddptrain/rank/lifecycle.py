@@ -462,7 +462,9 @@ def _end_program(spec: RankSpec) -> None:
     except BaseException:
         traceback.print_exc()
     _flush_files()  # before the garbage collector, which closes the buffer of a text file before the text is in it
-    if spec.code.is_script:
+    others = [frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]  # noqa: SLF001
+    running = {id(frame.f_globals) for top in others for frame, _ in traceback.walk_stack(top)}
+    if spec.code.is_script and id(vars(sys.modules["__main__"])) not in running:  # a daemon thread still needs them
         # Release the script's objects: some complete their files only then, as those of zip. Functions and modules
         # stay, which a finalizer may need.
         values = vars(sys.modules["__main__"])

@@ -129,7 +129,12 @@ def number(name: object, value: Any) -> float:
     if isinstance(item, bool) or not isinstance(item, int | float):
         text = shorten(repr(value), 300)
         raise TypeError(f"ctx.log, ctx.progress and metrics take numbers: {name!r} is {text} ({type(value).__name__})")
-    return item if isinstance(item, float) or -(2**63) <= item < 2**63 else float(item)
+    if isinstance(item, float) or -(2**63) <= item < 2**63:
+        return item
+    try:
+        return float(item)
+    except OverflowError:  # above 1e308
+        return math.inf if item > 0 else -math.inf
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

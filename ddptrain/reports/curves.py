@@ -116,6 +116,8 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[Line]:
     for (rank, _, names), own in groups.items():
         nothing = np.full(len(own), np.nan)
         column = {name: np.array([row[name] for row in own], np.float64) for name in names if name not in _POSITION[3:]}
+        if any(values.ndim != 1 for values in column.values()):
+            raise ValueError("a value is a list")
         step, epoch, time_s = (column.get(name, nothing) for name in ("step", "epoch", "time_s"))
         for name in names:
             if name not in _POSITION:

@@ -28,6 +28,7 @@ from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.reports.page import FILES, MOST_RUNS, Page, RunCard, body_html, page_html, page_json, policy, runs_page
+from ddptrain.results.layout import valid_run_id
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.runs import open_runs_dir
@@ -111,7 +112,7 @@ class Site:
                 found = self._sweep(sweep)
                 ids = [trial.run_ids for trial in found.record.trials if trial.number == int(number)]
                 runs, run_id = found.trials, next((own[-1] for own in ids if own), "-")
-            view = runs.get(run_id)
+            view = runs.get(run_id) if valid_run_id(run_id) else None
         if view is None:
             raise RunNotFound(f"there is no run {name} in {self._runs.where}")
         return view.fetch(*FILES)
@@ -170,9 +171,18 @@ class _Handler(BaseHTTPRequestHandler):
                 with self.server.lock:
                     kind, content = self.server.site.answer(parse_qs(parts.query, keep_blank_values=True))
                 self._send(HTTPStatus.OK, kind, content)
-            except (DdptrainError, ValueError) as error:
+            except ConnectionError:  # the browser has left the page
+                self.close_connection = True
+            except Exception as error:  # of files that anyone may have written; the server goes on
+                is_missing = isinstance(error, DdptrainError | ValueError)
+                if not is_missing:
+                    _log.warning("page not made", path=self.path, error=error)
                 text = sanitized(one_line(error))
-                self._send(HTTPStatus.NOT_FOUND, "text/plain; charset=utf-8", f"{text}\n".encode("utf-8", "replace"))
+                self._send(
+                    HTTPStatus.NOT_FOUND if is_missing else HTTPStatus.INTERNAL_SERVER_ERROR,
+                    "text/plain; charset=utf-8",
+                    f"{text}\n".encode("utf-8", "replace"),
+                )
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)

@@ -165,8 +165,8 @@ class Retraining:
         """With `overlap: replace`, stop the run of the process that holds the model, as `ddptrain stop` does."""
         if self.settings.overlap != "replace":
             return
-        other = next(iter(self.records.newest(1)), None)
-        if other is None or not other.is_running or not other.run_id:
+        other = next((each for each in self.records.newest(_LOOKED_AT) if each.is_running and each.run_id), None)
+        if other is None:
             return
         try:
             target = find_target(self.resolved.config.results.dir, other.run_id)
@@ -233,6 +233,12 @@ class Retraining:
         if self.signals.taken:
             raise Interrupted(self.signals.taken[0])
 
+    def _expected_champions(self, earlier: RetrainRecord) -> set[int | None]:
+        """Return the champion of the record, and the present one if a killed start of it had already promoted it."""
+        now = self._champion()
+        is_own = now is not None and self.registry.version(self.model, now).run_id == earlier.run_id
+        return {earlier.champion, now if is_own else earlier.champion}
+
     def _continue(self, number: int) -> None:
         """Continue an earlier retraining: its record is now of this start.
 
@@ -246,7 +252,7 @@ class Retraining:
             if open_runs_dir(self.resolved.config.results.dir).get(earlier.run_id) is None:
                 self.out.warn(f"run {earlier.run_id} has been deleted; training again")
                 changes = {"stage": Stage.CHECK_DATA, "run_id": new_run_id(self.resolved.config.name)}
-            elif self._is_done(Stage.EVALUATE) and self._champion() != earlier.champion:
+            elif self._is_done(Stage.EVALUATE) and self._champion() not in self._expected_champions(earlier):
                 self.out.warn("the champion has changed; evaluating again")
                 changes = {"stage": Stage.TRAIN}
         self._update(
@@ -462,6 +468,9 @@ class Retraining:
         After a training the record stays open until the users are notified: the next start does it if this one is
         killed. Users are notified also if nothing can be recorded, as on a full disk.
         """
+        if self.lock.lost is not None:  # the record and the model are another process's now
+            self.out.warn("the end of this start is not recorded: another process has taken over")
+            return
         is_notified = self._is_done(Stage.NOTIFY)
         trained = end.status in _TRAINED
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ddptrain.driver.display import Display
 from ddptrain.errors import ExitCode
+from ddptrain.results.layout import valid_run_id
 from ddptrain.results.runs import LocalRuns
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState, find_sweep
 from ddptrain.sweep import output
@@ -24,7 +25,8 @@ def watch_sweep(sweep: FoundSweep, mode: str) -> int:
     record, every_s = sweep.record, _LOOK_EVERY_S if isinstance(sweep.trials, LocalRuns) else _STORE_EVERY_S
 
     def look(trial: TrialRecord) -> output.RunningTrial:
-        view = runs.get(trial.run_ids[-1]) if trial.run_ids else None
+        known = bool(trial.run_ids) and valid_run_id(trial.run_ids[-1])
+        view = runs.get(trial.run_ids[-1]) if known else None
         progress = view.record.progress if view is not None else None
         return output.RunningTrial(trial, progress.done if progress else None, progress.total if progress else None)
 

@@ -22,13 +22,15 @@ def make_schedule(
     highest: the highest learning rate. done: returns the share (0 to 1) of the run that is over, so the rate does not
     depend on the number of ranks. saved: the state of an earlier plateau.
     """
+    continues = name == "plateau" and saved is not None and "num_bad_epochs" in saved
+    if not continues:
+        for group in optimizer.param_groups:  # a resumed run may have another rate, or had another schedule
+            group["lr"] = group["initial_lr"] = highest
     if name == "plateau":
         plateau = ReduceLROnPlateau(optimizer, patience=_PATIENCE)
-        if saved is not None:
-            plateau.load_state_dict(dict(saved))
+        if continues:
+            plateau.load_state_dict(dict(saved or {}))
         return plateau
-    for group in optimizer.param_groups:  # a resumed run may have another rate
-        group["lr"] = group["initial_lr"] = highest
     return LambdaLR(optimizer, lambda _: rate(name, done()))
 
 

@@ -97,6 +97,7 @@ class Job:
         self._folder = tempfile.TemporaryDirectory(prefix="ddptrain-dispatch-", ignore_cleanup_errors=True)
         self.root = Path(self._folder.name, self.run_id)  # the run directory
         self._params, self._backend = params, backend
+        self._unwanted = False
         self._keys: list[str] = []
         self._futures: list[Future[Any]] = []  # until the caller has them
         self._display: Display | None = None
@@ -106,7 +107,11 @@ class Job:
     def start(self) -> list[Future[Any]]:
         """Start the run, and return its futures when its slots are reserved. Raises ClusterError, UsageError."""
         threading.Thread(target=self._main, name=self.run_id, daemon=True).start()
-        self._began.wait()
+        try:
+            self._began.wait()
+        except BaseException:  # Ctrl-C, while the run waits for slots
+            self._unwanted = True
+            raise
         if not self._futures:
             raise self._error or ClusterError(root_cause(self._record.failure))
         futures, self._futures = self._futures, []
@@ -184,7 +189,8 @@ class Job:
 
     def stop_if_unwanted(self) -> None:
         """Stop the run if the user has deleted all futures, as Dask does with its own tasks."""
-        if self._keys and not self._signals.taken and not any(key in self.client.futures for key in self._keys):
+        is_unwanted = self._unwanted or (self._keys and not any(key in self.client.futures for key in self._keys))
+        if is_unwanted and not self._signals.taken:
             self._signals.send(signal.SIGTERM)
 
     def _set(self, rank: int, key: str) -> None:
