@@ -44,9 +44,14 @@ def parse_reference(text: str) -> ModelReference:
     return ModelReference(model, alias=which)
 
 
+def is_model_name(name: str) -> bool:
+    """Return whether a model may have this name. It becomes the name of a folder, so it must not be a path."""
+    return _MODEL_NAME.fullmatch(name) is not None and ".." not in name
+
+
 def check_model_name(name: str) -> None:
-    """Raise UsageError for an invalid model name. It becomes the name of a folder, so it must not be a path."""
-    if not _MODEL_NAME.fullmatch(name) or ".." in name:
+    """Raise UsageError for an invalid model name."""
+    if not is_model_name(name):
         raise UsageError(
             f'"{shorten(name)}" is not a model name: use up to 64 lower-case letters, digits, dots, dashes and '
             "underscores, without two dots in a row, beginning with a letter or digit"

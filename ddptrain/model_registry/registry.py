@@ -28,7 +28,14 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import hash_file, publish, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
-from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, ModelReference, check_alias, check_model_name
+from ddptrain.model_registry.reference import (
+    CHAMPION,
+    PREVIOUS,
+    ModelReference,
+    check_alias,
+    check_model_name,
+    is_model_name,
+)
 from ddptrain.results.run_record import utc_now
 from ddptrain.storage.object_store import ObjectStore, open_folder
 from ddptrain.storage.store import NoConditionalWrites, NotFound, Store, StoreError, WriteConflict, is_url
@@ -65,6 +72,10 @@ class ModelRegistry:
     def models(self) -> list[str]:
         """Return the names of all models, in alphabetical order."""
         return [name for name in self.folder.folders() if self._is_model(name)]
+
+    def begun(self) -> list[str]:
+        """Return the names of all models, also of those that have no version yet: they are being trained."""
+        return [name for name in self.folder.folders() if is_model_name(name)]
 
     def state(self, model: str) -> Change:
         """Return the last change of a model, which has its present state. Raises RegistryDamaged."""
@@ -166,11 +177,7 @@ class ModelRegistry:
         self.verify(record, target)
 
     def _is_model(self, name: str) -> bool:
-        try:
-            check_model_name(name)
-        except UsageError:
-            return False
-        return bool(self._change_numbers(name))
+        return is_model_name(name) and bool(self._change_numbers(name))
 
     def _change_numbers(self, model: str) -> list[int]:
         names = [PurePosixPath(path) for path in self._below(model, "history").files()]

@@ -78,7 +78,7 @@ def protected_runs(registry: ModelRegistry) -> dict[str, str]:
     Raises StoreError or RegistryDamaged if that cannot be read: then nothing may be deleted.
     """
     reasons: dict[str, str] = {}
-    for model in registry.models():
+    for model in registry.begun():
         state = registry.state(model)
         for record in registry.versions(model):
             if roles := state.aliases_of(record.version):

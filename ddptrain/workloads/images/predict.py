@@ -8,7 +8,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,6 +54,9 @@ def default_batch_size(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 16
 
 
+Pixels = NDArray[np.uint8]  # [3, size, size]
+
+
 class Classifier:
     """A saved model on a device; it returns the `top` most probable of all outputs."""
 
@@ -77,12 +82,12 @@ class Classifier:
                 name = next(files).name
                 yield ImageResult(name, error=image) if isinstance(image, str) else _result(name, next(predicted))
 
-    def _predictions(self, images: Sequence[Tensor]) -> list[tuple[Prediction, ...]]:
+    def _predictions(self, images: Sequence[Pixels]) -> list[tuple[Prediction, ...]]:
         if not images:
             return []
         try:
             with torch.inference_mode():
-                scores: Tensor = self._model(self._pixels(torch.stack(list(images))))
+                scores: Tensor = self._model(self._pixels(torch.stack([torch.from_numpy(image) for image in images])))
                 probabilities, outputs = scores.float().softmax(dim=1).topk(self._top, dim=1)
         except torch.OutOfMemoryError as error:
             raise UsageError(
@@ -100,7 +105,7 @@ def _result(file: str, predictions: tuple[Prediction, ...]) -> ImageResult:
     return ImageResult(file, predictions)
 
 
-class _Files(Dataset["Tensor | str"]):
+class _Files(Dataset["Pixels | str"]):
     """Files as uint8 [3, size, size], or the reason why they are unreadable."""
 
     def __init__(self, given: Sequence[GivenImage], size: int) -> None:
@@ -109,7 +114,7 @@ class _Files(Dataset["Tensor | str"]):
     def __len__(self) -> int:
         return len(self._given)
 
-    def __getitem__(self, index: int) -> Tensor | str:
+    def __getitem__(self, index: int) -> Pixels | str:
         ignore_pillow_warnings()
         name, problem = self._given[index].name, self._given[index].problem
         try:
@@ -121,7 +126,7 @@ class _Files(Dataset["Tensor | str"]):
             if state.st_size > _MOST_BYTES:
                 return f"has {state.st_size:,} bytes, which is too large for an image"
             with open(name, "rb") as file:
-                return torch.from_numpy(decode_eval(file.read(), self._size))
+                return decode_eval(file.read(), self._size)  # an array: a tensor from a worker keeps a file open
         except OSError as error:
             return error.strerror or str(error)
         except CorruptImage as error:
