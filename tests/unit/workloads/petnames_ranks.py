@@ -46,7 +46,8 @@ class WatchedContext(RankContext):
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
     ) -> None:
-        self.logged.append({"values": dict(values), "step": step, "epoch": epoch})
+        numbers = {name: float(value) for name, value in values.items()}
+        self.logged.append({"values": numbers, "step": step, "epoch": epoch})
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         self.progressed.append((done, total, unit))
