@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption, checked
 from ddptrain.cli.printing import print_json, print_result, say, write
-from ddptrain.config.wording import nearest, shorten
+from ddptrain.config.wording import counted, nearest, shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError
-from ddptrain.text_tables import clean, plain_sections, plain_table
+from ddptrain.text_tables import Section, clean, clean_line, plain_sections, plain_table
 
 if TYPE_CHECKING:
     from ddptrain.clusters.status import View
 
 app = typer.Typer(name="cluster", help="Start a cluster that stays up; look at it, end it.", no_args_is_help=True)
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME",
-        autocompletion=complete.clusters,
-        help="A cluster's name.",
-    ),
-]
+_HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
+
+_ACCESS = {
+    "tls": "whoever has its certificate: TLS",
+    "tcp": "everyone who can reach it: no certificate",
+}
+
+Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete.clusters, help="A cluster's name.")]
 
 
 @app.command(short_help="Start a cluster, and wait until it is warm.")
@@ -83,7 +84,7 @@ def up(
     }
     loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
     with interruptible():
-        view = lifecycle.up(loaded, loaded.name or loaded.backend, _tell, if_needed=if_needed)
+        view = lifecycle.up(loaded, loaded.name or loaded.backend, say, if_needed=if_needed)
     _print_view(view, as_json=json)
 
 
@@ -111,9 +112,7 @@ def status(
         if json:
             print_json([view.as_dict() for view in views])
         elif views:
-            from ddptrain.clusters.render import HEADER, row
-
-            write([plain_table([HEADER, *(row(view) for view in views)])])
+            write([plain_table([_HEADER, *(_row(view) for view in views)])])
         else:
             say("no clusters; ddptrain cluster up starts one")
         return
@@ -152,11 +151,7 @@ def logs(
 def down(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME",
-            autocompletion=complete.clusters,
-            help="A cluster's name.",
-        ),
+        typer.Argument(metavar="NAME", autocompletion=complete.clusters, help="A cluster's name."),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
@@ -178,12 +173,12 @@ def down(
     with interruptible():
         for each in names:
             try:
-                lifecycle.down(each, _tell, now=now)
+                lifecycle.down(each, say, now=now)
                 ended.append(each)
             except record.ClusterNotFound:
                 near = nearest(each, [other.name for other in record.every()])
                 hint = f" (did you mean {near}?)" if near else ""
-                _tell(f'there is no cluster "{shorten(each)}", so there is nothing to end{hint}')
+                say(f'there is no cluster "{shorten(each)}", so there is nothing to end{hint}')
             except DdptrainError as error:
                 failed[each] = error
     data = {"ended": ended, "failed": {each: str(error) for each, error in failed.items()}}
@@ -210,10 +205,66 @@ def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
 
 
 def _print_view(view: View, *, as_json: bool) -> None:
-    from ddptrain.clusters.render import sections
-
-    print_result(view.as_dict(), [plain_sections(sections(view))], as_json=as_json)
+    print_result(view.as_dict(), [plain_sections(_sections(view))], as_json=as_json)
 
 
-def _tell(text: str) -> None:
-    say(text)
+def _row(view: View) -> tuple[str, ...]:
+    """Return the cells for _HEADER; for a cluster that is not up, the reason instead of the address."""
+    record, is_up = view.cluster, view.state == "up"
+    slots = (str(view.total("slots")), str(view.total("free"))) if is_up else ("-", "-")
+    runs = ", ".join(run["run_id"] for run in view.runs)
+    where = record.address if is_up else view.reason
+    cells = (record.name, str(view.state), record.backend, *slots, _time(record.started_at), where, runs)
+    return tuple(clean_line(cell) for cell in cells)
+
+
+def _sections(view: View) -> list[Section]:
+    """Return all sections about one cluster: titles with names and values. Empty values and sections are left out."""
+    record, is_up = view.cluster, view.state == "up"
+    idle_s, gpus = record.config.idle_timeout_s, view.total("gpus")
+    room = f"{view.total('slots')} on {counted(len(view.hosts), 'host')}, {view.total('free')} free"
+    lost = record.workers - len(view.workers) if is_up else 0
+    again = f"ddptrain cluster down {record.name} and up again start a complete one"
+    about = [
+        ("state", f"{view.state}: {view.reason}" if view.reason else str(view.state)),
+        ("backend", record.backend),
+        ("address", record.address),
+        ("access", _ACCESS.get(record.address.partition("://")[0], "")),
+        ("started", f"{_time(record.started_at)} UTC{f' on {record.host.name}' if record.host.name else ''}"),
+        ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),
+        ("slots", f"{room}, {counted(gpus, 'GPU') if gpus else 'no GPU'}" if view.workers else ""),
+        ("missing", f"{counted(lost, 'worker')}; {again}" if lost > 0 else ""),
+        ("use", f"ddptrain train CONFIG --cluster {record.name}" if is_up else ""),
+        ("logs", f"ddptrain cluster logs {record.name}"),
+    ]
+    parts = [
+        (f"cluster {record.name}", about),
+        ("workers", [(worker["host"], _worker(worker)) for worker in view.workers]),
+        (
+            "runs",
+            [(run["run_id"], f"{counted(run['slots'], 'slot')} on {', '.join(run['hosts'])}") for run in view.runs],
+        ),
+        ("waiting", [(f"{run['place']}. {run['run_id']}", _waits(run)) for run in view.waiting]),
+        ("parts", [(part.name, f"process {part.pid}" if part.pid else part.id) for part in record.parts]),
+    ]
+    filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in parts)
+    return [(title, lines) for title, lines in filled if lines]
+
+
+def _worker(worker: Mapping[str, Any]) -> str:
+    warm = {None: "", True: ", warm", False: ", not warm yet"}[worker["warm"]]
+    gpus = f", {counted(worker['gpus'], 'GPU')}" if worker["gpus"] else ""
+    name = f", {worker['name']}" if worker["name"] not in (worker["host"], worker["address"]) else ""
+    return f"{counted(worker['slots'], 'slot')}, {worker['free']} free{gpus}{warm}{name}"
+
+
+def _waits(run: Mapping[str, Any]) -> str:
+    asked = counted(run["asked"], "slot") if run["asked"] is not None else "all slots"
+    return f"for {asked}, for {run['waited_s']:.0f} s"
+
+
+def _time(text: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return "-"

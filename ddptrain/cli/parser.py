@@ -140,31 +140,10 @@ def _common_first(args: list[str]) -> tuple[list[str], list[str]]:
 
 # --- Errors: what is wrong, the value, and what to do ---
 
-# What users of other tools and of earlier versions type: a command, a group and a command, or an option.
+# Commands and options of earlier versions: a command, a group and a command, or an option.
 _HINTS = {
     "resume": "ddptrain train CONFIG --resume RUN",
-    "torchrun": "ddptrain run",
-    "launch": "ddptrain train",
-    "logs": "ddptrain results logs",
-    "show": "ddptrain results show",
-    "status": "ddptrain results show",
-    "plot": "ddptrain results compare",
-    "report": "ddptrain results report",
-    "compare": "ddptrain results compare",
-    "list": "ddptrain results list",
-    "ls": "ddptrain results list",
-    "sync": "ddptrain results sync",
-    "registry": "ddptrain models",
-    "promote": "ddptrain models promote",
-    "kill": "ddptrain stop",
-    "tune": "ddptrain sweep",
-    "check": "ddptrain doctor",
-    "ps": "ddptrain results list",
-    "rm": "ddptrain results rm",
-    "delete": "ddptrain results rm",
     "version": "ddptrain --version",
-    "help": "ddptrain --help",
-    "dashboard": "ddptrain ui",
     "schema": "ddptrain init --schema",
     "cluster check": "ddptrain doctor --cluster NAME",
     "cluster list": "ddptrain cluster status",
@@ -182,6 +161,7 @@ _HINTS = {
     "--start-timeout": "write --set cluster.start_timeout_s=SECONDS",
     "--plot": "leave it out; ddptrain results report RUN RUN draws the curves in an HTML page",
 }
+_GROUPS = ("results", "cluster", "models", "schedule")
 _OF_ANY_GROUP = {"ls": "list", "ps": "list", "delete": "rm", "remove": "rm"}
 _CONFIG_OPTIONS = ("config", "config-file", "file", "c")
 _RANKS_OPTIONS = ("nproc", "nproc-per-node", "num-processes", "world-size", "np", "n")
@@ -246,15 +226,19 @@ def _field(option: str) -> str:
 
 
 def _command_hint(name: str, ctx: Any) -> str:
-    commands = list(ctx.command.commands)
-    found = _HINTS.get(name if ctx.parent is None else f"{ctx.info_name} {name}", "")
+    commands: Mapping[str, Any] = ctx.command.commands
+    word, is_root = _OF_ANY_GROUP.get(name, name), ctx.parent is None
+    found = _HINTS.get(name if is_root else f"{ctx.info_name} {name}", "")
     if name.endswith((".yaml", ".yml")):
         verb = next((verb for verb in ("train", "add") if verb in commands), None)
         found = f"{ctx.command_path} {verb} {shorten(name)}" if verb else ""
     elif name.endswith(".py") and "run" in commands:
         found = f"{ctx.command_path} run {shorten(name)}"
-    elif not found and (other := _OF_ANY_GROUP.get(name)) in commands:
-        found = f"{ctx.command_path} {other}"
+    elif not found and is_root:
+        group = next((each for each in _GROUPS if word in commands[each].commands), None)
+        found = f"{ctx.command_path} {group} {word}" if group else ""
+    elif not found and word in commands:
+        found = f"{ctx.command_path} {word}"
     match = found or nearest(name, commands)
     return f" (did you mean {match}?)" if match else ""
 

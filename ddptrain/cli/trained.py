@@ -91,7 +91,7 @@ def _target(source: str) -> EvaluationTarget:
 
 def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
     """Return the configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
-    from ddptrain.config.load import load_data, load_mapping
+    from ddptrain.config.load import load_data, load_mapping, without_unknown
     from ddptrain.file_ops import read_regular
     from ddptrain.results.recorded_config import is_own_record, of_the_model
 
@@ -102,7 +102,8 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
         raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
     if not isinstance(recorded, dict):
         raise UsageError(f"{path} is not a configuration of a run")
-    kept, secret = _without_secrets(recorded)
+    kept, secret = _without_secrets(without_unknown(recorded))
+    kept.pop("notify", None)  # an evaluation sends nothing
     if not is_own_record(path):
         kept = of_the_model(kept)
         say(

@@ -83,15 +83,14 @@ def is_loopback(host: str) -> bool:
 def start(folder: str, name: str, argv: Sequence[str], files: Mapping[str, str] | None = None) -> int:
     """Start a process in a session of its own, which writes into `folder`/<name>.log; return its id.
 
-    A `folder` without a slash is the name of one in the user's state directory. FOLDER in `argv`, which must contain
-    it, is replaced by its path, PYTHON by this interpreter. `files` (name -> text) are written into the folder first.
-    Only this user can read them. Raises ClusterError.
+    A `folder` without a slash is the name of one in the user's state directory. It must exist: a call that arrives
+    after the cluster was ended, and its folder deleted, starts nothing. FOLDER in `argv`, which must contain it, is
+    replaced by its path, PYTHON by this interpreter. `files` (name -> text) are written into the folder first. Only
+    this user can read them. Raises ClusterError.
     """
     path = located(folder)
     command = [word.replace(FOLDER, str(path)).replace(PYTHON, sys.executable) for word in argv]
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.chmod(0o700)
         write_private_json(path / _HOST_FILE, asdict(this_host()))
         for file, text in (files or {}).items():
             write_private(path / file, text.encode())
@@ -202,7 +201,13 @@ def _run(
 
 
 def _control(folder: str, verb: str, name: str = "", lines: int = 0) -> Any:
-    """Return the ids of the `running` processes, or the `tail` of a log; or `end` them and delete their folder."""
+    """`prepare` the folder of a process; return the ids of the `running` ones, or the `tail` of a log.
+
+    Or `end` the processes and delete their folder.
+    """
+    if verb == "prepare":
+        located(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        return None
     if verb == "running":
         return sorted(running(folder))
     if verb == "tail":

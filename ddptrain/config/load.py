@@ -53,6 +53,23 @@ def load_mapping(
     return _resolved(document, path, problems)
 
 
+def without_unknown(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a run without the fields that only the version which recorded it had."""
+    kept: dict[str, Any] = copied(dict(recorded))
+    try:
+        RunConfig.model_validate(kept)
+    except ValidationError as error:
+        for problem in error.errors():
+            if problem["type"] == "extra_forbidden":
+                *sections, field = problem["loc"]
+                found: Any = kept
+                for name in sections:
+                    found = found.get(name) if isinstance(found, dict) else None
+                if isinstance(found, dict):
+                    found.pop(field, None)
+    return kept
+
+
 def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
     """Load the `cluster:` section of a file (of a run, or with nothing else), and apply `overrides`.
 

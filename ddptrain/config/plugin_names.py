@@ -1,4 +1,4 @@
-"""Names of workloads, cluster backends and trackers: built in, from installed packages, or the user's own."""
+"""Names of plug-ins: built in, from installed packages, or the user's own. The built-in workloads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from ddptrain.config.wording import did_you_mean, shorten
-from ddptrain.errors import ConfigError, Problem, UsageError
-from ddptrain.optional_packages import install_command
+from ddptrain.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -100,21 +99,6 @@ BUILT_IN = {
 }
 
 WORKLOADS = Registry({name: each.target for name, each in BUILT_IN.items()}, "ddptrain.workloads")
-# The class of a tracker, which only ranks import.
-TRACKERS = Registry(
-    {
-        "wandb": "ddptrain.tracking.wandb:WandbTracker",
-        "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
-    },
-    "ddptrain.trackers",
-)
-# Tracker -> the extra that has its package; the package of others, which has the name of the tracker, is always there.
-TRACKER_EXTRAS = {"tensorboard": "tensorboard"}
-
-
-def install_tracker(name: str) -> str:
-    """Return the pip command for the package of a tracker."""
-    return install_command(TRACKER_EXTRAS[name]) if name in TRACKER_EXTRAS else f"pip install {name}"
 
 
 def is_built_in(workload: object) -> bool:
@@ -150,16 +134,6 @@ def params_model(name: str) -> type[BaseModel] | None:
 def check_params(model: type[BaseModel], params: Mapping[str, object]) -> BaseModel:
     """Return the params as their model; in strict mode a list may become a tuple. Raises pydantic's ValidationError."""
     return model.model_validate_json(json.dumps(params), strict=True)
-
-
-def tracker_target(name: str) -> str:
-    """Return the module:attr of a tracker's class. Raises UsageError if no installed package has that name."""
-    if target := TRACKERS.target(name):
-        return target
-    raise UsageError(
-        f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
-        f"the group {TRACKERS.group}"
-    )
 
 
 def of_file(name: str) -> str:

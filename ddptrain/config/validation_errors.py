@@ -61,60 +61,6 @@ _PATTERNS = {
     MODULE_PATTERN: "a module's name, as package.module",
 }
 MAX_PROBLEMS = 50
-# Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
-_REMOVED = {
-    "tracking.queue": "leave it out; 10,000 items may wait for a tracker",
-    "tracking.wandb.notes": "set WANDB_NOTES in env",
-    "tracking.wandb.images": "leave it out; what ctx.log_image gets is logged",
-    "tracking.wandb.tables": "leave it out; what ctx.log_table gets is logged",
-    "tracking.wandb.watch": "leave it out; ctx.log can log norms of parameters and gradients",
-    "tracking.wandb.table_rows": "leave it out; the first 1,000 rows of a table are logged",
-    "tracking.wandb.system_metrics": "leave it out; WANDB_X_DISABLE_STATS=true in env turns them off",
-    "code.max_mb": "leave it out; 200 MB are sent at most: exclude files in .gitignore, or set code.ship: false",
-    "workload.local_rank_arg": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
-    "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
-    "models.mirror_timeout_s": "leave it out",
-    "checkpoint.max_failures": "leave it out; a checkpoint that can't be written ends the run",
-    "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
-    "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
-    "cluster.saturn": "write cluster.class: dask_saturn.SaturnCluster, and its arguments in cluster.kwargs",
-    "cluster.ssh.command": "leave it out; the program is ssh, and ~/.ssh/config has its settings",
-    **{
-        f"cluster.slurm.{name}": f"write cluster.slurm.directives: [--{option}]"
-        for name, option in (("qos", "qos=NAME"), ("cpus_per_task", "cpus-per-task=N"), ("mem", "mem=64G"))
-    },
-    "cluster.slurm.array": "leave it out; the workers are one job",
-    "cluster.kubernetes.tolerations": "write cluster.kubernetes.pod: {tolerations: [...]}",
-    "cluster.kubernetes.service_account": "write cluster.kubernetes.pod: {serviceAccountName: NAME}",
-    "cluster.kubernetes.scheduler_service_type": "leave it out; from outside, kubectl forwards a port",
-    "cluster.tls": "set distributed.comm.tls in Dask's configuration, or DASK_DISTRIBUTED__COMM__TLS__CA_FILE, "
-    "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT and DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY",
-    "cluster.scheduler_file": "write cluster.address: ./scheduler.json",
-    "cluster.options": "write cluster.kwargs",
-    "cluster.slurm.env": "write cluster.slurm.setup: [export NAME=VALUE], or set it where ddptrain runs",
-    "cluster.kubernetes.env": "write env, the variables of the ranks",
-    "cluster.kubernetes.node_selector": "write cluster.kubernetes.pod: {nodeSelector: {...}}",
-    "failure.no_restart": "leave it out; the same failure twice at the same step is not tried again",
-    "failure.rejoin_wait_s": "leave it out; a restart waits for half of failure.lost_after_s",
-    "retrain.max_age": "leave it out, and schedule a start with --force",
-    **{f"retrain.keep.{name}": "write retrain.keep: 10" for name in ("versions", "runs", "failed_runs")},
-    "data.max_shrink": "leave it out; with less than half of the data only --force trains",
-    "notify.timeout_s": "leave it out; it is 20",
-    "cluster.ssh.env": "write env, the variables of the ranks",
-    "cluster.kubernetes.volume_mounts": "write mountPath into cluster.kubernetes.volumes",
-    "failure.backoff_s": "leave it out; the first restart is at once, the next ones after 1, 2, 4, ... s",
-    "system": "leave it out; hosts, ranks and GPUs are measured every 5 s",
-    **{
-        f"tracking.wandb.{name}": f"set {variable} in env"
-        for name, variable in (
-            ("name", "WANDB_NAME"),
-            ("init_timeout_s", "WANDB_INIT_TIMEOUT"),
-        )
-    },
-    "sweep.seed": "write sweep.search: {tpe: {seed: 1}}",
-    "failure.slow": "leave it out; ranks are not compared any more",
-    "failure.slow_factor": "leave it out; ranks are not compared any more",
-}
 # Follow-up errors of a field that has an error of its own.
 _CONSEQUENCES = {"default_factory_not_called"}
 
@@ -217,9 +163,6 @@ def _expected(details: ErrorDetails) -> str:
 
 def _unknown_hint(path: PathKey, schema: Schema) -> str:
     name, parent = str(path[-1]), path[:-1]
-    removed = getattr(schema.params, "REMOVED", {}).get(name) if parent == ("params",) else _REMOVED.get(dotted(path))
-    if removed:
-        return str(removed)
     siblings = schema.siblings(parent)
     match = nearest(name, siblings)
     if match is None:  # the key of one of the sections beside it, as cluster.ssh.hosts for cluster.hosts, or elsewhere

@@ -352,7 +352,7 @@ class Attempt:
         if rank.preempted or (self.is_script and self.ordered and _ends_itself(ended.status)):
             pass
         elif rank.finished:
-            if ended.status != 0 and not self.stopping and rank.tracker_fault is None:
+            if ended.status != 0 and not self.stopping:
                 text = f"rank {number} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 self.recorder.warn(text)
         elif not self.is_script and self.outcome.notice is not None and ended.status == -signal.SIGTERM:
@@ -371,7 +371,7 @@ class Attempt:
             rank.finished, rank.preempted = not self.ordered, self.ordered
         elif status == ExitCode.PREEMPTED:
             rank.finished, rank.preempted = False, True
-        elif status != 0 and rank.tracker_fault is None and not (self.ordered or self.stopping):
+        elif status != 0 and not (self.ordered or self.stopping):
             rank.finished = False
 
     def _record_end(self, rank: Rank) -> None:

@@ -27,7 +27,6 @@ class FaultKind(StrEnum):
     RESULTS = "results"  # the run directory or the spool cannot be written
     HANG = "hang"  # no progress in time
     NAN = "nan"  # a value is NaN or infinite, and failure.nan is stop
-    TRACKER = "tracker"  # a tracker failed, and tracking.strict is true
 
 
 _EXIT_CODES = {
@@ -105,11 +104,6 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
         timed_out=failure.timed_out,
         status=failure.exit_code,
     )
-
-
-def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
-    """Return the fault of a rank that has finished its work, but has a failed tracker."""
-    return Fault(rank, FaultKind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
 def from_exit(rank: int, ended: RankExit, where: str = "in the middle of the workload") -> Fault:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain.driver import fault as failure_fault
 from ddptrain.driver.fault import Fault
 from ddptrain.errors import DdptrainError
 from ddptrain.host_identity import file_view
@@ -164,10 +163,10 @@ class Signs:
 class Rank:
     """The driver's knowledge of one rank.
 
-    preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
-    succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
-    rank is submitted. step: the last step that the rank logged. thread_failure: the first of its threads that has
-    failed. stacks: its answer to the current inquiry into a hang; stacks_before: to the one before.
+    preempted: the rank has saved, and has ended at the agreed step. lost: the rank will send no more messages.
+    submitted_at: monotonic seconds, 0 before the rank is submitted. step: the last step that the rank logged.
+    thread_failure: the first of its threads that has failed. stacks: its answer to the current inquiry into a hang;
+    stacks_before: to the one before.
     """
 
     spec: RankSpec
@@ -177,7 +176,6 @@ class Rank:
     finished: bool = False
     preempted: bool = False
     fault: Fault | None = None
-    tracker_fault: Fault | None = None
     ended: RankExit | None = None
     lost: bool = False
     submitted_at: float = 0.0
@@ -205,8 +203,6 @@ class Rank:
                 self.stacks = event
             case events.ThreadFailure() if self.thread_failure is None:
                 self.thread_failure = event
-            case events.TrackerFailed(strict=True) if self.tracker_fault is None:
-                self.tracker_fault = failure_fault.from_tracker(self.spec.rank, event)
 
     @property
     def worker(self) -> str:

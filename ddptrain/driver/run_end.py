@@ -39,11 +39,6 @@ class RunEnd:
 def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
     """Return the end of a run after its last attempt."""
     if end.finished and not end.fault and not end.unsaved:
-        failed = [rank.tracker_fault for rank in end.ranks if rank.tracker_fault is not None]
-        if failed:
-            fault = min(failed, key=lambda fault: (fault.time_ns, fault.rank))
-            on_rank = f"on rank {fault.rank} {fault.line} (tracking.strict is true)"
-            return _failed(end, fault, writer.layout, f"the training has succeeded, but {on_rank}")
         return RunEnd(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if end.loss is not None:
         return judge_error(end.loss, writer)

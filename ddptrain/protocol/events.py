@@ -285,13 +285,12 @@ class Tracked(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrackerFailed(Event):
-    """A tracker has failed. If tracking.strict is true, the run fails at its end."""
+    """A tracker has failed."""
 
     kind: ClassVar[str] = "tracker_failed"
     is_progress: ClassVar[bool] = False
     tracker: str
     message: str
-    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

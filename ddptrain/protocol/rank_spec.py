@@ -169,7 +169,6 @@ class TrackingSpec:
 
     trackers: tuple[TrackerSpec, ...]
     name: str = ""
-    strict: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     resumed_from: int | None = None
     folder: str = ""

@@ -66,7 +66,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
     for fd in (1, 2):  # also for C libraries and child processes
         os.dup2(log_fd, fd, inheritable=True)
     faulthandler.enable(file=2)
-    emitter = Emitter(events_fd)
+    emitter = Emitter(events_fd, os.path.realpath(f"/proc/self/fd/{events_fd}"))
     if why_cold and spec.rank == 0:
         emitter.note(f"ranks start cold, some seconds slower: {why_cold}")
     _enter_environment(spec)
@@ -132,13 +132,13 @@ class RankLifecycle:
     def run(self) -> int:
         """Run all phases and finish the trackers. Return the exit code.
 
-        If the user's function has returned, later errors do not change the success, unless `tracking.strict` is set.
+        If the user's function has returned, later errors do not change the success.
         """
         code = self._run_phases()
         if self.waiting is not None:
             self.waiting.flush()
-        error = self.tracked.finish(self.state)
-        return code or int(bool(error))
+        self.tracked.finish(self.state)
+        return code
 
     def _run_phases(self) -> int:
         try:
@@ -388,7 +388,10 @@ class RankLifecycle:
         self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.commands.post(Command.NOTICED)
+        try:
+            self.commands.post(Command.NOTICED)
+        except OSError:  # the user's code has closed all descriptors
+            process_control.die_of_sigterm()
 
     def _owns_sigterm(self) -> bool:
         """Return whether our handler of SIGTERM is active, and not one that the user's code has set."""

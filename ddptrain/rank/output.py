@@ -25,8 +25,10 @@ PROGRESS_INTERVAL_S = 0.1  # ten events per second are enough for a display
 class Emitter:
     """Appends events to `fd`, from any thread. Events of a forked child (a DataLoader worker) are dropped."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, path: str = "") -> None:
+        """If `path` is given, it is opened again when the user's code has closed `fd`, as daemons close all."""
         self._fd = fd
+        self._path, self._file = path, os.fstat(fd) if path else None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_line_incomplete = False
@@ -39,10 +41,19 @@ class Emitter:
             return
         data = events.encode(event)
         with self._lock:
+            self._reopen_if_closed()
             data = b"\n" + data if self._is_line_incomplete else data  # a full disk has cut off the last line
             while data:
                 data = data[os.write(self._fd, data) :]
                 self._is_line_incomplete = bool(data)
+
+    def _reopen_if_closed(self) -> None:
+        if self._file is None:
+            return
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._fd), self._file):
+                return
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)  # it may belong to another file now
 
     def note(self, text: str, level: str = "info") -> None:
         """Append a line for the user; `level` is "info" or "warning". A full disk is ignored."""

@@ -95,10 +95,10 @@ class RankTrackers:
         if self.manager is not None:
             self.manager.end(state, self._left_s())
 
-    def finish(self, state: State) -> str:
-        """Finish the trackers, and wait while there is time. Return the error that fails the rank, or ""."""
+    def finish(self, state: State) -> None:
+        """Finish the trackers, and wait while there is time."""
         if (manager := self.manager) is None:
-            return ""
+            return
         try:
             longest_s = manager.end(state, self._left_s())
             with suppress(OSError):
@@ -116,7 +116,6 @@ class RankTrackers:
                 self._save_files()
         except Exception:  # a bug of ddptrain must not fail a rank that has finished its work
             traceback.print_exc()
-        return manager.error
 
     def bound_exit(self, code: int) -> None:
         """Ensure that the process ends soon with `code`, even if exit handlers of an unfinished tracker hang."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from ddptrain.config.plugin_names import TRACKERS, install_tracker, tracker_target
+from ddptrain.config.sections.tracking import TRACKERS, install_tracker, tracker_target
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
@@ -45,7 +45,7 @@ def start_trackers(spec: RankSpec, emit: Emit) -> TrackerManager | None:
     emit = _redacting(emit, [tracker.options for tracker in tracking.trackers])
     definitions = [_definition(tracker, tracking, spec, emit) for tracker in tracking.trackers]
     temp_folder = Path(spec.host.staging) / _TEMP_FOLDER
-    return TrackerManager(definitions, emit, temp_folder, strict=tracking.strict)
+    return TrackerManager(definitions, emit, temp_folder)
 
 
 def _redacting(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:
@@ -149,21 +149,13 @@ class TrackerManager:
         temp_folder: Path,
         *,
         queue: int = 10_000,
-        strict: bool = False,
     ) -> None:
         self._pid = os.getpid()
-        self._strict = strict
         self._temp_folder, self._kept = temp_folder, itertools.count()
         self.ended = False
         self._wait_lock = threading.Lock()
         self.unfinished: list[str] = []  # trackers that did not end in time
-        self._threads = [TrackerThread(tracker, emit, limit=queue, strict=strict) for tracker in trackers]
-
-    @property
-    def error(self) -> str:
-        """The first error of a tracker, which makes the rank fail; "" unless tracking.strict is true."""
-        errors = [f"{thread.name}: {thread.error}" for thread in self._threads if thread.error]
-        return errors[0] if errors and self._strict else ""
+        self._threads = [TrackerThread(tracker, emit, limit=queue) for tracker in trackers]
 
     def wants(self, kind: type[Item]) -> bool:
         """Return whether any tracker takes items of that type."""
@@ -238,10 +230,9 @@ class TrackerDefinition:
 class TrackerThread:
     """Takes items without waiting, and passes them to the tracker in a thread."""
 
-    def __init__(self, definition: TrackerDefinition, emit: Emit, *, limit: int, strict: bool = False) -> None:
+    def __init__(self, definition: TrackerDefinition, emit: Emit, *, limit: int) -> None:
         self.name = definition.name
-        self.error = ""  # the first error
-        self._definition, self._emit, self._limit, self._strict = definition, emit, limit, strict
+        self._definition, self._emit, self._limit = definition, emit, limit
         self._queue: deque[tuple[Item, SharedFiles | None]] = deque()
         self._received = self._dropped = self._failures = self._failures_in_a_row = 0
         self._is_off = False
@@ -356,7 +347,6 @@ class TrackerThread:
             self._failures += 1
             self._failures_in_a_row += 1
             self._last_error = describe(error)
-            self.error = self.error or self._last_error
             if self._failures_in_a_row >= _MAX_FAILURES:
                 self._is_off = True
                 self._report(f"has failed {self._failures_in_a_row} times in a row: {self._last_error}", "it is off")
@@ -371,11 +361,10 @@ class TrackerThread:
 
     def _report(self, what: str, consequence: str, *, quiet: bool = False) -> None:
         """Record an error, and print it unless `quiet`: the tracker has already printed it."""
-        self.error = self.error or what
         if not quiet:
             self._warn(f"{self.name} {what}; {consequence}, the run directory has everything")
         with suppress(Exception):  # a full disk; it is reported elsewhere
-            self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000], self._strict))
+            self._emit(events.TrackerFailed(time.time_ns(), self.name, what[:2_000]))
 
     def _warn(self, text: str) -> None:
         with suppress(Exception):  # a full disk; it is reported elsewhere

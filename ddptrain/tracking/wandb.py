@@ -32,10 +32,6 @@ EPOCH = "epoch"
 ATTEMPT = "attempt"  # after a restart W&B keeps both rows of a repeated step; the higher attempt counts
 
 
-class WentOffline(RuntimeError):
-    """With `tracking.strict`: the server could not be reached, or did not get everything; all of it is on the disk."""
-
-
 class WandbTracker:
     """Sends what one rank logs to W&B; see ddptrain.tracking.protocol.Tracker."""
 
@@ -46,7 +42,6 @@ class WandbTracker:
         self._row: WandbRow | None = None
         self._done: set[str] = set()  # metrics that are defined, and messages that were sent
         self._row_error: Exception | None = None  # of the last row
-        self._offline_reason = ""  # why the run is offline although online was wanted
         self._lock = threading.RLock()
         self._timer: threading.Timer  # of the row
 
@@ -54,18 +49,19 @@ class WandbTracker:
         """Open the run: online if this is wanted and possible, else offline."""
         self._facts = facts
         self._rank_run = RankRun(self._options, facts, os.environ)
-        self._run, self._offline_reason = self._rank_run.open()
+        self._run, offline_reason = self._rank_run.open()
         self._uploads = ArtifactUploads(self._run, facts.run_id, self._rank_run.folder / f"{SENDING}{facts.rank}")
         self._prefix = self._rank_run.prefix
         for position in (STEP, ATTEMPT):
             self._run.define_metric(f"{self._prefix}{position}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
-        self._report_run()
+        self._report_run(offline_reason)
 
-    def _report_run(self) -> None:
+    def _report_run(self, offline_reason: str) -> None:
+        """Say where the run is, or why it is offline although online was wanted."""
         facts, run = self._facts, self._run
-        if self._offline_reason:
-            text = f"{self._offline_reason}: training continues, and is recorded offline; "
+        if offline_reason:
+            text = f"{offline_reason}: training continues, and is recorded offline; "
             text += f"{self._sync_command} sends it later"
             if facts.rank == 0:
                 facts.tell(text)
@@ -178,24 +174,18 @@ class WandbTracker:
                 self._flush()
 
     def finish(self, state: State) -> None:
-        """End the run.
-
-        Raises WentOffline if tracking.strict is true and the server did not get everything, although it should have.
-        """
+        """End the run, and say what the server did not get."""
         with self._lock:
             try:
                 self._log_rest()
             finally:
                 complete = self._end_run(state)
                 self._uploads.delete_files()
-        incomplete = ""
         if not complete:
             incomplete = f"W&B has not taken everything in {self._rank_run.finish_timeout_s:g} s"
             self._facts.tell(f"{incomplete}; {self._sync_command} sends the rest")
         if lost := self._uploads.problem:
             self._facts.tell(lost)
-        if self._facts.from_driver.get("strict") and (reason := self._offline_reason or lost or incomplete):
-            raise WentOffline(reason)
 
     def _end_run(self, state: State) -> bool:
         """End wandb's run. Return whether W&B got everything."""

@@ -228,6 +228,23 @@ def test_traceback_is_in_the_log_although_the_script_replaces_print(project: Pro
 
 
 @pytest.mark.long
+def test_script_may_close_all_descriptors(project: Project, shared_cluster: str) -> None:
+    code = """
+        import os, sys
+        os.closerange(3, 256)
+        files = [open(f"own-{number}", "w") for number in range(10)]
+        print("closed")
+        sys.exit(int(sys.argv[1]))
+    """
+    project.write("closes.py", code)
+    where = ("run", "--cluster", shared_cluster, "--ranks", "1", "closes.py")
+    for status in ("0", "1"):
+        done = project(*where, "--", status, rc=int(status))
+        assert "closed" in done.stdout and "Traceback" not in done.stdout
+    assert [path.read_text() for path in sorted(project.folder.glob("own-*"))] == [""] * 10
+
+
+@pytest.mark.long
 def test_folder_zip_file_and_compiled_file_are_scripts(project: Project, shared_cluster: str) -> None:
     build = """
         import py_compile, zipapp

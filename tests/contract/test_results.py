@@ -201,6 +201,7 @@ def test_run_of_version_0_1_0_is_listed_shown_exported_and_resumed(project: Proj
     project("results", "export", run, "-o", "out", rc=0)
     rows = (project.folder / "out/metrics.csv").read_text().splitlines()
     assert [row.split(",")[5] for row in rows[1:]] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
+    assert "unknown key" not in project("evaluate", run, rc=2).stderr  # its function can't be evaluated
     done = project("train", "work.yaml", "--resume", run, "--cluster", shared_cluster, rc=0)
     assert "step 6" in done.stdout + done.stderr and "step 5\n" not in done.stdout
     resumed = project.record(run)

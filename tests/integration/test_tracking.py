@@ -177,23 +177,6 @@ def test_trackers_good_and_bad_follow_a_run_that_fails_and_goes_on(
     assert [attempt["outcome"] for attempt in record["attempts"]] == ["failed", "succeeded"]
 
 
-def test_strict_run_fails_where_only_its_tracker_did_also_as_a_script(
-    run_cli: Cli, folder: Path, warm_cluster: str
-) -> None:
-    tracking = {"strict": True, "other": [other("Recorder"), other("FailsAtTheEnd", mode="rank0")]}
-    config = write_config(folder, warm_cluster, tracking, workload={"script": "work.py"})
-    done = run_cli("train", config, "--run-id", "r")
-    assert done.rc == 1
-    (line,) = [line for line in done.stderr.splitlines() if "run r failed" in line]
-    assert "the training has succeeded, but on rank 0 tracker sink:FailsAtTheEnd could not finish: " in line
-    assert "RuntimeError: could not send the rest" in line
-    record = run_json(folder / "runs/r")
-    assert (record["exit_code"], record["status"], record["failure"]["kind"]) == (1, "failed", "tracker")
-    assert [rank["exit"] for rank in record["attempts"][0]["ranks"]] == [1, 0]
-    for lines in records(folder / "runs/r").values():
-        assert [line.get("kind") or line.get("state") for line in lines[1:]] == ["Numbers", "finished"]
-
-
 @pytest.mark.long
 def test_preempted_run_waits_for_its_slow_tracker_within_the_grace(
     run_cli: Cli, folder: Path, warm_cluster: str

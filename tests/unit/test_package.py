@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import ddptrain
 from ddptrain.cli.main import app
-from ddptrain.config.plugin_names import TRACKER_EXTRAS, TRACKERS
+from ddptrain.config.sections.tracking import TRACKER_EXTRAS, TRACKERS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

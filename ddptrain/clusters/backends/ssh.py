@@ -50,15 +50,20 @@ class SshBackend(Backend):
         assert config.ssh is not None
         used = [pair for pair in zip(hosts, _distribution(config, len(hosts)), strict=True) if pair[1] != 0]
         cluster.workers = len(used)
-        tell(f"asking {counted(len(used), 'host')}")
-        # First of all: a host that can't be used must not become a part that can't be ended.
-        with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-            asked = [pool.submit(host.call, "control", folder=cluster.name, verb="running") for host, _ in used]
-        if faults := [str(error) for each in asked if isinstance(error := each.exception(), ClusterError)]:
-            raise ClusterError("\n".join(faults))
         first = used[0][0]
-        planned = _planned(cluster, "scheduler", first)
-        yield planned
+        planned, *parts = [
+            _planned(cluster, "scheduler", first),
+            *(_planned(cluster, "worker", each) for each, _ in used),
+        ]
+        yield from (planned, *parts)
+        tell(f"asking {counted(len(used), 'host')}")
+        # A process starts only in a folder that was prepared. So `down`, which deletes the folders, also ends a start
+        # whose command was killed and whose call is still on its way.
+        faults = _of_parts(cluster, _prepared)
+        if any(faults):  # a host that can't be used must not become a part that can't be ended
+            unusable = {part.host for part, fault in zip(cluster.parts, faults, strict=True) if fault}
+            cluster.parts = [part for part in cluster.parts if part.host not in unusable]
+            raise ClusterError("\n".join(dict.fromkeys(filter(None, faults))))
         listen = ["ddptrain.clusters.scheduler.scheduler_process", "--folder", FOLDER, "--host", ADDRESS]
         listen += ["--idle-timeout", str(config.idle_timeout_s)]
         address = _ip(config.ssh.scheduler_host or "")
@@ -67,12 +72,10 @@ class SshBackend(Backend):
         yield planned.model_copy(update={"pid": answer["pid"]})
         tell(f"scheduler on {first.name}")
 
-        parts = [_planned(cluster, "worker", host) for host, _ in used]
-        yield from parts
         gpus = "none" if config.gpus == 0 else "auto"
         work = ["ddptrain.worker", "--scheduler", cluster.address, "--host", ADDRESS, "--gpus", gpus]
         work += ["--scratch", f"{FOLDER}/scratch", "--tls-dir", FOLDER]
-        faults = []
+        failed: list[str] = []
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
             calls = {}
             for part, (host, slots) in zip(parts, used, strict=True):
@@ -82,20 +85,20 @@ class SshBackend(Backend):
             for call in as_completed(calls):
                 part = calls[call]
                 if isinstance(error := call.exception(), ClusterError):
-                    faults.append(str(error))
+                    failed.append(str(error))
                     continue
                 answer = call.result()
                 yield part.model_copy(update={"pid": answer["pid"]})
                 if is_loopback(answer["address"]) != is_loopback(at):
-                    faults.append(
+                    failed.append(
                         f"{part.host}: ssh reaches it at {answer['address']}, and the scheduler is at {at}: a loopback "
                         "address works on its own host only; name the network address of the host, or set "
                         "cluster.ssh.scheduler_host"
                     )
                 else:
                     tell(f"worker on {part.host}")
-        if faults:
-            raise ClusterError("\n".join(sorted(faults)))
+        if failed:
+            raise ClusterError("\n".join(sorted(failed)))
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended or whose host can't be reached, or None."""
@@ -138,6 +141,15 @@ class SshBackend(Backend):
         if left := [fault for fault in faults if fault is not None]:
             forget = f"if it will not come back, forget the cluster: rm -r {shlex.quote(str(cluster.folder))}"
             raise ClusterError(f"{'; '.join(left)}; {forget}")
+
+
+def _prepared(part: Part, host: Host) -> str | None:
+    """Make the folder of a process on its host; return why that is not possible."""
+    try:
+        host.call("control", folder=part.id, verb="prepare")
+    except ClusterError as error:
+        return str(error)
+    return None
 
 
 def _planned(cluster: ClusterRecord, role: str, host: Host) -> Part:

@@ -6,14 +6,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ddptrain.config.plugin_names import TRACKERS
+from ddptrain.config.plugin_names import Registry
 from ddptrain.config.types import FilledText, Seconds, Strict, off_word, wrong_field
-from ddptrain.config.wording import describe_value, did_you_mean, nearest
+from ddptrain.config.wording import describe_value, did_you_mean, nearest, shorten
+from ddptrain.errors import UsageError
+from ddptrain.optional_packages import install_command
 from ddptrain.protocol.rank_spec import TrackerSpec
 
 _FINISH_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
 
+
+# The class of a tracker, which only ranks import.
+TRACKERS = Registry(
+    {
+        "wandb": "ddptrain.tracking.wandb:WandbTracker",
+        "tensorboard": "ddptrain.tracking.tensorboard:TensorBoardTracker",
+    },
+    "ddptrain.trackers",
+)
+# Tracker -> the extra that has its package; the package of others, which has the name of the tracker, is always there.
+TRACKER_EXTRAS = {"tensorboard": "tensorboard"}
 
 _MODES = ("off", "rank0", "process", "shared")
 _WANDB_MODES = ("offline", "online", "disabled")
@@ -106,9 +119,6 @@ class TrackingConfig(Strict):
         default=TensorBoardSettings(mode="off"), description="TensorBoard; off unless the section is there."
     )
     other: list[OtherTracker] = Field(default_factory=list, description="Further trackers.")
-    strict: bool = Field(
-        default=False, description="Whether a run fails if its training succeeded but a tracker failed, as for CI."
-    )
 
     @property
     def is_on(self) -> bool:
@@ -130,3 +140,18 @@ class TrackingConfig(Strict):
             for name, mode, options, timeout_s in modes
             if mode != "off" and (rank == 0 or mode != "rank0")
         ]
+
+
+def tracker_target(name: str) -> str:
+    """Return the module:attr of a tracker's class. Raises UsageError if no installed package has that name."""
+    if target := TRACKERS.target(name):
+        return target
+    raise UsageError(
+        f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
+        f"the group {TRACKERS.group}"
+    )
+
+
+def install_tracker(name: str) -> str:
+    """Return the pip command for the package of a tracker."""
+    return install_command(TRACKER_EXTRAS[name]) if name in TRACKER_EXTRAS else f"pip install {name}"

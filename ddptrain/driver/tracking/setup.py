@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.plugin_names import TRACKERS, install_tracker
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.tracking import TRACKERS, install_tracker
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
@@ -78,7 +78,6 @@ class TrackingSetup:
             config=self._public_config,
             resumed_from=self._resumed_from,
             folder=str(self._writer.layout.tracking_dir) if place.shared else "",
-            strict=self._config.strict,
         )
 
     def _set_up_wandb(self, environ: Mapping[str, str], *, embedded: bool) -> None:
@@ -105,7 +104,6 @@ class TrackingSetup:
             "online": online,
             "id": self._wandb_id(online, access.base_url),
             "sync_command": self._sync_command,
-            "strict": self._config.strict,
         }
 
     @property

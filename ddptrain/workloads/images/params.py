@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -37,18 +37,6 @@ class ImagesParams(BaseModel):
     """The parameters of `workload: images`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    REMOVED: ClassVar[dict[str, str]] = {
-        **{name: f"write prepare.{name}" for name in ("precision", "compile", "channels_last")},
-        **dict.fromkeys(("step_size", "gamma", "patience"), "leave it out; scheduler is one_cycle, cosine or plateau"),
-        "val_source": "name its folder val, beside train, and give the folder of both as params.source",
-        **dict.fromkeys(("momentum", "eps"), "leave it out; it is 0.9 and 1e-6"),
-        "downsample_to": "leave it out; subset uses fewer classes, and a folder with fewer images is a source",
-        "prefetch": "leave it out; about 4 batches are prepared ahead, and more requests prepare more",
-        "predictions": "leave it out; the predictions of the last validation are always saved",
-        "examples_kept": "leave it out; the table train_predictions has 1,000 images at most",
-        "examples_every": "leave it out; there is a picture of examples at the first step of each epoch",
-        "scale_lr": "leave it out, and multiply base_lr by the number of ranks",
-    }
 
     source: FilledText = Field(
         BUILTIN,

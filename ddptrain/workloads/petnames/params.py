@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,15 +11,6 @@ class PetnamesParams(BaseModel):
     """The parameters of `workload: petnames`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    REMOVED: ClassVar[dict[str, str]] = {
-        "names_format": "leave it out; params.names is a .txt file with a name on each line, or a .json list of names",
-        "names_column": "write the names of that column to a .txt file, a name on each line",
-        "skip_blanks": "leave it out; context: full reads no blanks, and is faster",
-        "unique": "leave it out; each distinct name is trained once an epoch",
-        "max_name_length": "leave it out; names of over 64 characters are left out",
-        "samples": "leave it out; 16 names are written at the end",
-        "loss_microbatch": "set batch_size, and prepare.accumulate for a step of several batches",
-    }
 
     names: str = Field(
         "builtin",

@@ -45,6 +45,7 @@ def start(folder: str) -> Iterator[Start]:
 
     def begin(code: str = SERVE, where: str = folder, *, files: dict[str, str] | None = None) -> int:
         used.add(where)
+        processes.located(where).mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = processes.start(where, "it", [PYTHON, "-c", code, f"{FOLDER}/key.pem"], files)
         deadline = time.monotonic() + 60
         while "serving" not in processes.tail(where, "it", 100) and "raise" not in code:
@@ -107,12 +108,6 @@ def test_files_and_log_are_for_this_user_only(start: Start, folder: str) -> None
     assert processes.tail("dev-1", "it", 1) == f"serving {folder}/key.pem\n"
 
 
-def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ClusterError, match="the it could not be started"):
-        processes.start(str(tmp_path / "file" / "below"), "it", [PYTHON])
-
-
 def test_host_knows_which_addresses_are_its_own() -> None:
     assert [processes.own_address(name) for name in ("127.0.0.1", "192.0.2.1", "nowhere.invalid")] == [
         "127.0.0.1",
@@ -133,6 +128,7 @@ def test_command_speaks_json_and_survives_its_caller(folder: str) -> None:
         return call("run", folder="dev-1", name="it", argv=argv, files={}, **more)
 
     assert "this is 99" in run(SERVE, version="99")["error"]
+    assert call("control", folder="dev-1", verb="prepare") == {"result": None}
     assert "no port is free" in run("raise SystemExit('no port is free')", 60.0)["error"]
     written = (
         "import json, sys, time; json.dump({'address': sys.argv[2]}, open('scheduler.json', 'w')); time.sleep(600)"
@@ -142,6 +138,7 @@ def test_command_speaks_json_and_survives_its_caller(folder: str) -> None:
     assert call("control", folder="dev-1", verb="running") == {"result": [answer["pid"]]}
     assert "no port is free" in call("control", folder="dev-1", verb="tail", name="it", lines=5)["result"]
     assert call("control", folder="dev-1", verb="end") == {"result": None}
+    assert "the it could not be started" in run(written)["error"]  # the call of a command that was killed
     assert not Path(folder).exists()
 
 

@@ -38,7 +38,7 @@ EXAMPLES: list[events.Event] = [
     events.Note(1, "said", "warning"),
     events.Alert(1, "the loss has doubled"),
     events.Tracked(1, "wandb", {"url": "https://wandb.ai/a/b/runs/c"}),
-    events.TrackerFailed(1, "wandb", "could not start: ConnectionError", strict=True),
+    events.TrackerFailed(1, "wandb", "could not start: ConnectionError"),
     events.Finishing(1, timeout_s=30.5),
     events.Timed(1, "evaluation", 1.5),
 ]

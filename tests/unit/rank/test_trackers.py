@@ -60,7 +60,7 @@ def test_items_reach_the_trackers_and_a_checkpoint_survives_its_move(rank: Rank,
     assert rank.tracked.wants(Checkpoint)
     rank.tracked.numbers(events.Metrics(5, {"loss": 0.5}, 3, 0.25))
     rank.tracked.checkpoint(3, tmp_path / "step-3", {"val/loss": 1.0})
-    assert rank.tracked.finish("finished") == ""
+    rank.tracked.finish("finished")
     numbers, checkpoint = reader.items
     assert numbers == Numbers(5, {"loss": 0.5}, 3, 0.25)
     assert isinstance(checkpoint, Checkpoint)
@@ -77,13 +77,9 @@ def test_rank_without_trackers_wants_nothing(tmp_path: Path) -> None:
         tracked.put(Image(1, "x", tmp_path))
         tracked.hurry(0.0)
         tracked.bound_exit(1)
-        assert (tracked.wants(Numbers), tracked.finish("finished")) == (False, "")
+        assert not tracked.wants(Numbers)
+        tracked.finish("finished")
     assert (tmp_path / "events").read_bytes() == b""
-
-
-def test_error_of_a_strict_rank_is_returned(rank: Rank) -> None:
-    rank.begin(Hanging("finish"), timeout_s=0.2, strict=True)
-    assert rank.tracked.finish("finished") == "hanging: has not ended in time (finishing)"
 
 
 def test_rank_that_is_told_to_end_while_it_finishes_ends_sooner(rank: Rank) -> None:

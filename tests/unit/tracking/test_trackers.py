@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddptrain.config import plugin_names
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections import tracking as tracking_config
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import UsageError
@@ -118,7 +118,7 @@ def test_rank_without_trackers_starts_no_thread_and_tells_nothing(tmp_path: Path
         tracked = RankTrackers(make_spec(staging=str(tmp_path)), Emitter(file.fileno()))
         tracked.begin()
         tracked.end("failed")
-        assert tracked.finish("failed") == ""
+        tracked.finish("failed")
     assert tracked.manager is None and set(threading.enumerate()) <= before
     assert (tmp_path / "events").read_bytes() == b""
 
@@ -155,7 +155,7 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
 
 
 def test_trackers_of_installed_packages_are_known_by_their_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("theirs", "collections:Counter", plugin_names.TRACKERS.group)
+    point = importlib.metadata.EntryPoint("theirs", "collections:Counter", tracking_config.TRACKERS.group)
     points = importlib.metadata.EntryPoints([point])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.select(group=group))
     assert names(1, other=[{"name": "theirs"}]) == ["theirs"]

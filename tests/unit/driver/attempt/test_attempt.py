@@ -509,21 +509,6 @@ def test_exit_of_a_script_is_an_end_like_any_other(status: int, finished: bool, 
     assert (rank.finished, rank.preempted, bool(play.attempt.faults)) == (finished, preempted, fails)
 
 
-def test_tracker_that_fails_is_the_fault_of_its_rank_only_where_trackers_are_strict() -> None:
-    play = Play().start()
-    play.event(0, events.TrackerFailed(7, "wandb", "is off", strict=False))
-    play.event(1, events.TrackerFailed(8, "wandb", "is off", strict=True))
-    play.event(1, events.TrackerFailed(9, "tensorboard", "is off", strict=True))
-    assert play.attempt.faults == [] and play.stops() == []
-    found = [rank.tracker_fault for rank in play.attempt.ranks]
-    assert found[0] is None and found[2] is None
-    assert found[1] is not None and (found[1].time_ns, found[1].line) == (8, "tracker wandb is off")
-    for rank in range(3):
-        play.event(rank, events.Finished(1))
-        play.exit(rank, int(rank == 1))
-    assert play.attempt.end().finished and play.texts() == []  # the exit code of a strict tracker needs no warning
-
-
 def test_checkpoints_on_their_way_are_counted_until_they_are_stored_or_lost() -> None:
     play = Play().start()
     saved = events.CheckpointSaved(1, 5, "s", ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,22 +140,6 @@ def test_checkpoint_that_a_second_signal_has_not_saved_is_named(writer: RunWrite
     judged = judge_attempt(ended(ranks(finished=True), signum=2, unsaved="checkpoint step-30"), writer)
     cause = f"interrupted by SIGINT; checkpoint step-30 was not saved, {NONE}"
     assert parts(judged) == (RunStatus.CANCELLED, 130, cause)
-
-
-def test_strict_tracker_that_failed_first_fails_the_run_that_has_succeeded(writer: RunWriter) -> None:
-    times = {0: 9, 1: 5, 2: 5}
-    states = [
-        replace_fault(running(rank, finished=True), fault(rank, f"tracker {rank}", kind=FaultKind.TRACKER, time_ns=at))
-        for rank, at in times.items()
-    ]
-    judged = judge_attempt(ended([*states, running(3, finished=True)]), writer)
-    cause = "the training has succeeded, but on rank 1 tracker 1 (tracking.strict is true)"
-    assert parts(judged)[:2] == (RunStatus.FAILED, 1) and judged.line.startswith(f"{cause}; log: ")
-    assert judged.failure is not None and (judged.failure.rank, judged.failure.host) == (1, "h1")
-
-
-def replace_fault(state: Rank, tracker: Fault) -> Rank:
-    return dataclasses.replace(state, tracker_fault=tracker)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ddptrain.config.sections.tracking import WandbSettings
 from ddptrain.tracking import protocol as items
 from ddptrain.tracking import wandb_run
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb import WandbTracker, WentOffline
+from ddptrain.tracking.wandb import WandbTracker
 from ddptrain.tracking.wandb_files import parts_below
 from ddptrain.tracking.wandb_run import RankRun
 from tests.servers.wandb_training import OfflineRun
@@ -124,19 +124,18 @@ def test_resumed_attempt_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 2)]
 
 
-def test_strict_run_that_went_offline_says_so_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_went_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     heard = Heard()
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     tracker = WandbTracker(options())
-    tracker.start(heard.facts(tmp_path, online=True, strict=True))
+    tracker.start(heard.facts(tmp_path, online=True))
     tracker.log(numbers(1, loss=1.0))
     (line,) = heard.lines
     assert "training continues, and is recorded offline" in line
     assert "kkkk" not in line
-    with pytest.raises(WentOffline, match="opened no run online"):
-        tracker.finish("finished")
+    tracker.finish("finished")
     (part,) = parts_below(tmp_path / "wandb")  # nothing is left of the attempt to go online
     assert part.offline
     assert rows(tmp_path)
