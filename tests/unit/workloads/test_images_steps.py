@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield Run(tmp_path)
     dist.destroy_process_group()
+    gc.collect()  # torch's scheduler is in a cycle of references, and refers to the loader: its threads end with it
 
 
 def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
