@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,11 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield Run(tmp_path)
+    run = Run(tmp_path)
+    yield run
     dist.destroy_process_group()
+    run.saved.clear()  # the scheduler refers to the loader, whose threads end with it
+    gc.collect()
 
 
 def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
