@@ -93,15 +93,7 @@ def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find(
     check_kills(project, [0.0, *(random.Random(32).uniform(0.0, upper) for upper in (*[0.05] * 8, *[3.0] * 16))])
 
 
-def test_removed_settings_and_commands_name_what_replaces_them(project: Project) -> None:
-    for line, words in (
-        ("saturn: {workers: 2}", "cluster.class: dask_saturn.SaturnCluster"),
-        ("slurm: {mem: 64G}", "cluster.slurm.directives"),
-        ("kubernetes: {image: x, tolerations: []}", "cluster.kubernetes.pod"),
-    ):
-        project.write("work.yaml", f"workload: petnames\ncluster: {{{line}}}\n")
-        done = project("train", "work.yaml", rc=2)
-        assert "work.yaml:2" in done.stderr and words in done.stderr
+def test_removed_command_names_what_replaces_it(project: Project) -> None:
     assert "cluster down NAME" in project("cluster", "scale", "dev", "2", rc=2).stderr
 
 

@@ -27,10 +27,3 @@ def test_this_machine_is_checked(project: Project) -> None:
     report = json.loads(done.stdout)
     assert done.rc == (0 if report["ok"] else 4)
     assert {"Python", "torch", "gloo", "memory", "disk", "ports"} <= {check["subject"] for check in report["checks"]}
-
-
-def test_removed_field_names_its_replacement(project: Project) -> None:
-    project.write("work.py", "def train(ctx):\n    pass\n")
-    project.write("work.yaml", "workload: work:train\ncluster: {check: quick}\n")
-    done = project("train", "work.yaml", rc=2)
-    assert "work.yaml:2" in done.stderr and "cluster.check" in done.stderr and "ddptrain doctor" in done.stderr

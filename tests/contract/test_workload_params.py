@@ -5,23 +5,6 @@ from __future__ import annotations
 from tests.contract.conftest import Project
 
 
-def test_removed_params_of_petnames_name_their_replacement(project: Project) -> None:
-    project.write(
-        "work.yaml",
-        "workload: petnames\nparams:\n  names: pets.txt\n  names_column: pet\n  names_format: csv\n"
-        "  skip_blanks: false\n  loss_microbatch: 0\n",
-    )
-    lines = project("train", "work.yaml", rc=2).stderr.splitlines()
-    for number, param, replacement in (
-        (4, "names_column", ".txt file, a name on each line"),
-        (5, "names_format", ".json list of names"),
-        (6, "skip_blanks", "context: full"),
-        (7, "loss_microbatch", "batch_size"),
-    ):
-        (line,) = [line for line in lines if f"work.yaml:{number}: params.{param}: unknown key" in line]
-        assert replacement in line
-
-
 def test_list_of_names_in_another_format_is_refused(project: Project) -> None:
     project.write("pets.csv", "pet\nluna\n")
     done = project("train", "petnames", "--set", "params.names=pets.csv", "--set", "cluster.ranks=1", rc=2)
