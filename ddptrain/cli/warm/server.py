@@ -48,6 +48,7 @@ _MODULES = (
     "ddptrain.driver.rank_specs",
     "ddptrain.driver.resume",
     "ddptrain.driver.run",
+    "ddptrain.isolated",
     "ddptrain.driver.reservation",
     "ddptrain.driver.workers",
     "ddptrain.reports.destinations",
