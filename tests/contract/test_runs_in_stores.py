@@ -97,3 +97,38 @@ def test_run_is_deleted_though_the_first_prune_is_killed_and_a_running_one_is_ke
     assert {path.split("/")[1] for path in files(bucket)} == {"live", "new"}
     held.popen.terminate()
     held.finish()
+
+
+def test_index_of_many_runs_follows_their_changes(project: Project, bucket: S3Store) -> None:
+    for number in range(103):
+        put(bucket, f"run-{number:03}", 1 + number % 28)
+
+    def listed(*words: str) -> list[str]:
+        return [
+            each["run_id"] for each in json.loads(project("results", "list", "--json", *where, *words, rc=0).stdout)
+        ]
+
+    where = ["--runs-dir", RUNS, "--limit", "200"]
+    assert len(listed()) == 103 and any("index" in path for path in files(bucket))
+    project("results", "edit", f"{RUNS}/run-005", "+kept", rc=0)
+    assert listed("--where", "'kept' in tags") == ["run-005"]
+    project("results", "rm", "run-006", "--runs-dir", RUNS, rc=0)
+    assert len(listed()) == 102 and "run-006" not in listed()
+
+
+@pytest.mark.long
+def test_trained_run_is_used_on_a_machine_that_has_no_copy(
+    project: Project, shared_cluster: str, bucket: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--set", f"results.dir={RUNS}", "--set", "params.epochs=1", "--run-id", "pets-1"]
+    project("train", "petnames", "--cluster", shared_cluster, "--ranks", "2", *options, rc=0)
+    for number, command in enumerate(
+        (
+            ("generate", f"{RUNS}/pets-1", "--count", "2"),
+            ("evaluate", f"{RUNS}/pets-1", "--cluster", shared_cluster, "--ranks", "1"),
+            ("models", "promote", "pets", f"{RUNS}/pets-1"),
+        )
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(project.folder / f"cache-{number}"))
+        project(*command, rc=0)
+    project("generate", "pets@champion", "--count", "2", rc=0)
