@@ -139,8 +139,7 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
         return StopTarget(sweep, lambda: Run(sweep.root))
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
-    sweep_of_store = runs.get(name) if valid_run_id(name) else None
-    view = sweep_of_store or runs.find(name)
+    view = (runs.get(name) if valid_run_id(name) else None) or runs.find(name)  # get() also finds a sweep
     run_id, driver = view.run_id, view.record.driver
     if view.status == RunStatus.UNREADABLE:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")

@@ -172,7 +172,7 @@ class StoredRun(Run):
                 name: self.read(name).decode() for name in (_RECORD, ANNOTATIONS, _LINKS, _SWEEP) if name in self.files
             }
             has_ended = RunRecord.from_json(texts[_RECORD]).status != RunStatus.RUNNING
-        except (OSError, ValueError, KeyError):
+        except (StoreError, OSError, ValueError, KeyError):  # the list is shown all the same
             return {}
         return texts if has_ended and sum(map(len, texts.values())) <= _LARGEST_INDEXED else {}
 
