@@ -126,16 +126,14 @@ class RankServerClient:
         with contextlib.suppress(RankServerLost):
             self._send({"op": "command", "id": rank_id, "command": command})
 
-    def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
-        """Wait for the exit report {"pid", "status", "time_ns"}; return None after the time-out.
+    def exit_of(self, rank_id: str) -> dict[str, Any] | None:
+        """Return the exit report {"pid", "status", "time_ns"} of a rank, once; None while it runs.
 
         Raises RankServerLost.
         """
-        try:
-            report = self._inboxes[rank_id].get(block=timeout_s > 0, timeout=timeout_s)
-        except queue.Empty:
+        if self._inboxes[rank_id].empty():
             return None
-        del self._inboxes[rank_id]
+        report = self._inboxes.pop(rank_id).get()
         self._woken.pop(rank_id, None)
         if report["report"] != "exited":
             raise RankServerLost(report["message"])

@@ -121,7 +121,7 @@ class RankTaskFakeServer:
             self.ended.append(spec.key)
             self.exits[spec.key] = {"report": "exited", "pid": 9, "status": spec.rank, "time_ns": 1}
 
-    def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
+    def exit_of(self, rank_id: str) -> dict[str, Any] | None:
         return self.exits.pop(rank_id, None)
 
     def start_of(self, rank_id: str) -> None:
