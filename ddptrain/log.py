@@ -143,7 +143,7 @@ def _cleaned(text: str, secrets: tuple[str, ...]) -> str:
 class LineFormatter(logging.Formatter):
     """Formats a record as one line."""
 
-    converter = time.gmtime
+    converter = time.gmtime  # type: ignore[assignment]  # as in the documentation of logging
     default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:

@@ -196,9 +196,10 @@ class Run:
             self.observers.insert(0, display)
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
-        self.nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        score = {"nan": "ignore"}  # which may be NaN
+        self.failure = self.config.failure if is_training else self.config.failure.model_copy(update=score)
         activity = "training" if is_training else "evaluating"
-        self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.nan)
+        self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.failure)
         self.cluster: Cluster = (
             cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show)
             if shared is None
@@ -285,7 +286,9 @@ class Run:
         from ddptrain.driver.rank_specs import RankSpecs
 
         settings = self.config.checkpoint
-        policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=self.nan == "ignore")
+        policy = CheckpointPolicy(
+            settings.keep, settings.metric, settings.mode, ignore_nan=self.failure.nan == "ignore"
+        )
         tracking = TrackingSetup(self.resolved, self.writer, os.environ, self.recorder.notice)
         specs = RankSpecs(
             self.resolved,

@@ -24,6 +24,7 @@ from distributed import Client, Future
 from distributed.comm.core import CommClosedError
 
 from ddptrain.clusters.scheduler import slots
+from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
@@ -32,7 +33,7 @@ from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.news import NewsError, decode
-from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 

@@ -54,10 +54,12 @@ class LogFile(RotatingFileHandler):
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Open the file; a missing file is created. Raises ResultsError."""
         super().__init__(path, maxBytes=max_bytes, backupCount=1)
-        if size := self.stream.tell():
+        if size := path.stat().st_size:
             with path.open("rb") as file:
                 file.seek(size - 1)
-                self.stream.write("" if file.read() == b"\n" else "\n")  # a killed driver left an incomplete line
+                is_torn = file.read() != b"\n"  # a driver that was killed has left an incomplete line
+            if is_torn and self.stream is not None:
+                self.stream.write("\n")
 
     def _open(self) -> TextIOWrapper:
         descriptor = open_to_append(Path(self.baseFilename))  # a link is not followed
@@ -65,7 +67,7 @@ class LogFile(RotatingFileHandler):
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  # logging's name
         """Return whether the file is large enough."""
-        return os.fstat(self.stream.fileno()).st_size >= self.maxBytes
+        return self.stream is not None and os.fstat(self.stream.fileno()).st_size >= self.maxBytes
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record."""
