@@ -33,6 +33,7 @@ _PROGRESS_EVERY_S = 2.0
 _DECIDING = ("ddptrain", "torch", "python")
 _DEFAULT_METRIC = CheckpointConfig().metric
 _NOT_LOGGED = frozenset({"traceback", "rank_time_ns", "run_id"})
+_OF_EACH_RANK = frozenset({"rank_started", "entered", "finished", "rank_ended"})  # its worker has logged its start, end
 _log = Log(__name__)
 _NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` sends the key to that server
 
@@ -69,8 +70,9 @@ class Recorder:
     def event(self, kind: str, /, **fields: Any) -> None:
         """Write a line of events.jsonl, and pass it on."""
         self._pass(self.writer.event({"event": kind, "time_s": round(time.time(), 3), **fields}))
-        logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
-        _log.info(kind.replace("_", " "), **logged)
+        if kind not in _OF_EACH_RANK:
+            logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
+            _log.info(kind.replace("_", " "), **logged)
 
     def _pass(self, event: Mapping[str, Any]) -> None:
         for observer in self._observers:
