@@ -248,8 +248,8 @@ class Workers:
                 answers = dict.fromkeys(call, error)
             if failed := {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}:
                 await asyncio.sleep(_LOSS_S)
-            for worker, error in failed.items():
-                text = f"its worker {worker} did not take its spec: {one_line(error)}"
+            for worker, raised in failed.items():
+                text = f"its worker {worker} did not take its spec: {one_line(raised)}"
                 for spec in call[worker] if self.has(worker) else ():  # a lost worker has a message of its own
                     self.inbox.put(TaskFailed(spec.attempt, spec.rank, text))
 
