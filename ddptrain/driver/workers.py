@@ -341,7 +341,7 @@ class Workers:
         try:
             if not self.has(worker):
                 raise ConnectionError("it is lost")
-            return self._answered(worker, driver_calls.read_spool, self.run_id, str(path), offset, size_bytes)
+            return self._answered(worker, driver_calls.read_spool, str(path), offset, size_bytes)
         except Exception as error:  # a worker's own exception arrives as it was raised there
             deadline = time.monotonic() + _LOSS_S
             while self.has(worker) and time.monotonic() < deadline:  # the message that it is lost is sent later

@@ -237,15 +237,12 @@ class _Rank:
             return self._given_up(error)
 
     def _news(self, looks: bool) -> list[RankNews]:
-        report = self.server.exit_of(self.spec.key)
-        if (started := self.server.start_of(self.spec.key)) is not None:
-            pid, how = started
-            slot = self.spec.placement.slot
-            self.log("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
-        if report is not None:
+        if self.pid is None and (started := self.server.start_of(self.spec.key)) is not None:
+            self.pid, how = started
+            self._memory, slot = MemoryWatch(self.pid), self.spec.placement.slot
+            self.log("rank started", pid=self.pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
+        if (report := self.server.exit_of(self.spec.key)) is not None:
             return self._end(report)
-        if self.pid is None and (pid_now := self.server.pid_of(self.spec.key)) is not None:
-            self.pid, self._memory = pid_now, MemoryWatch(pid_now)
         return self._growth() if looks else []
 
     def _growth(self) -> list[RankNews]:

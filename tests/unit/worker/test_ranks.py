@@ -124,11 +124,8 @@ class RankTaskFakeServer:
     def exit_of(self, rank_id: str) -> dict[str, Any] | None:
         return self.exits.pop(rank_id, None)
 
-    def start_of(self, rank_id: str) -> None:
-        """Not reported."""
-
-    def pid_of(self, rank_id: str) -> int:
-        return os.getpgid(0)
+    def start_of(self, rank_id: str) -> tuple[int, str]:
+        return os.getpgid(0), "forked"
 
     def stop(self, child_id: str, grace_s: float) -> None:
         self.killed.append(child_id)
