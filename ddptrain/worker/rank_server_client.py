@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import write_all
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import python_command
 from ddptrain.protocol.news import describe_status
@@ -103,14 +103,16 @@ class RankServerClient:
 
         `woken` is set when the rank starts or ends. Raises RankServerLost.
         """
-        with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
-            file.write(spec_json.encode())
-            file.flush()
+        spec_fd = os.memfd_create("ddptrain-spec")  # a file without a name, because the spec may contain secrets
+        try:
+            write_all(spec_fd, spec_json.encode())
             with self._lock:
                 if self.fault is not None:
                     raise RankServerLost(self.fault)
                 self._children[rank_id] = _Child(woken)
-            self._send({"op": "fork", "id": rank_id, "slot": slot}, [file.fileno(), log_fd, events_fd])
+            self._send({"op": "fork", "id": rank_id, "slot": slot}, [spec_fd, log_fd, events_fd])
+        finally:
+            os.close(spec_fd)
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
         """Start a process that hosts a TCPStore; if it dies, stop the rank `rank_id`. Raises RankServerLost."""
