@@ -20,9 +20,9 @@ from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id
+from ddptrain.results.layout import check_run_id, checkpoint_folders, new_run_id
 from ddptrain.results.metrics import LatestMetrics, continued_line, read_series
-from ddptrain.results.ownership import Owner, is_held
+from ddptrain.results.ownership import LockFile, Owner, is_held
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run import Run
@@ -55,7 +55,7 @@ class RunWriter:
     block the others. Texts in `secrets` are left out of failures and events.
     """
 
-    def __init__(self, layout: RunLayout, record: RunRecord, owner: Owner) -> None:
+    def __init__(self, layout: Run, record: RunRecord, owner: Owner) -> None:
         self.layout = layout
         self.secrets: Sequence[str] = ()
         self.upload: Uploader | None = None  # of a run in a store
@@ -185,7 +185,7 @@ class RunWriter:
         None: the attempt begins at the start.
         """
         checkpoints = []
-        for folder in reversed(checkpoint_folders(self.layout)):
+        for folder in reversed(checkpoint_folders(self.layout.checkpoints_dir)):
             with suppress(CheckpointDamaged):
                 manifest = read_manifest(folder)
                 if checkpoint is not None and manifest.step <= checkpoint.step:
@@ -404,7 +404,7 @@ def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
     return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
 
 
-def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Owner]:
+def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[Run, Owner]:
     """Create the directory of a new run and take its lock.
 
     run_id: None for a new id that begins with `name`. Raises UsageError, RunLocked, ResultsError.
@@ -419,7 +419,7 @@ def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Ow
             why = f"keep runs in {runs_dir}: it is not a folder"
         raise UsageError(f"cannot {why}; choose another with --runs-dir") from error
     while True:
-        layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
+        layout = Run(runs_dir / (run_id or new_run_id(name)))
         with results_errors(layout.root):
             try:
                 layout.root.mkdir(mode=0o755)
@@ -428,8 +428,7 @@ def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Ow
                     continue
                 _refuse_unless_free(layout)
         require_own_folder(layout.root)
-        owner = Owner(layout.lock_file)
-        owner.take()
+        owner = LockFile(layout.lock_file).take()
         try:
             _refuse_unless_free(layout)
         except BaseException:
@@ -438,7 +437,7 @@ def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Ow
         return layout, owner
 
 
-def _refuse_unless_free(layout: RunLayout) -> None:
+def _refuse_unless_free(layout: Run) -> None:
     """Raise if the folder has a run, or files other than those of a driver that was killed before it wrote run.json."""
     if layout.run_json.exists():
         if is_held(layout.lock_file):
@@ -455,13 +454,12 @@ def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[R
 
     Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
     """
-    layout = RunLayout(folder)
+    layout = Run(folder)
     require_own_folder(layout.root)
     before = Run(layout.root)  # its driver may be on a host whose lock is not seen here
     driver = expected_driver or before.record.driver
-    owner = Owner(layout.lock_file)
     if not (before.is_running and layout.is_original) or is_held(layout.lock_file):
-        owner.take()
+        owner = LockFile(layout.lock_file).take()
     else:
         raise RunLocked(
             f"run {before.run_id} is running on another host: {before.record.driver.description} still writes to it; "

@@ -261,9 +261,8 @@ class LocalRuns(Runs):
         """See Runs. The folder is renamed to `.pruned-RUN-TOKEN` first, which all readers ignore."""
         folder = chosen.root
         aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{secrets.token_hex(4)}")
-        owner = ownership.Owner(chosen.lock_file)
         try:
-            owner.take()  # so that no driver can resume it
+            owner = ownership.LockFile(chosen.lock_file).take()  # so that no driver can resume it
         except ResultsError:
             if not folder.is_dir():  # another prune was faster
                 raise RunLocked(f"run {folder.name} was deleted already") from None

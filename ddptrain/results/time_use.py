@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import is_time, read_events
 from ddptrain.results.run import Run, parse_time
 from ddptrain.results.run_record import RunRecord, RunStatus
@@ -91,7 +90,7 @@ def time_use_of(view: Run) -> TimeUse | None:
     return time_use(view.record, timed_events(view), duration_s)
 
 
-def timed_events(layout: RunLayout) -> Iterator[dict[str, Any]]:
+def timed_events(layout: Run) -> Iterator[dict[str, Any]]:
     """Yield the events of a run that matter here."""
     return (event for event in read_events(layout.events_jsonl, _KINDS) if is_time(event.get("seconds", 0)))
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from ddptrain.errors import RunNotFound
 from ddptrain.results.checkpoints.verification import Manifest, parse_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, checkpoint_folders, newest_of_steps, step_of
+from ddptrain.results.layout import BEST, LATEST, MANIFEST, checkpoint_folders, newest_of_steps, step_of
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import write_file
 from ddptrain.storage.store import Store
 
@@ -33,9 +34,9 @@ class StoredCheckpoints:
     Other threads may change the working folder at the same time.
     """
 
-    def __init__(self, store: Store, layout: RunLayout) -> None:
+    def __init__(self, store: Store, run: Run) -> None:
         self._store = store
-        self._layout = layout
+        self._run = run
         self._stored: set[str] | None = None  # the folders of complete checkpoints in the store
         self._objects: set[str] = set()
         self._pointers: dict[str, bytes] = {}
@@ -64,7 +65,9 @@ class StoredCheckpoints:
         return complete and all(self._pointers.get(name, b"") == self._pointer(name) for name in (LATEST, BEST))
 
     def _local(self) -> set[str]:
-        return {folder.name for folder in checkpoint_folders(self._layout) if (folder / MANIFEST).is_file()}
+        return {
+            folder.name for folder in checkpoint_folders(self._run.checkpoints_dir) if (folder / MANIFEST).is_file()
+        }
 
     def _next(self) -> str | None:
         """Return the checkpoint to upload next: the newest, every second time the best; None if none is left."""
@@ -75,7 +78,7 @@ class StoredCheckpoints:
 
     def _upload(self, name: str) -> None:
         """Upload a checkpoint: files first, then the manifest."""
-        with _linked_files(self._layout, name) as folder:
+        with _linked_files(self._run, name) as folder:
             if folder is None:
                 return  # deleted meanwhile
             for file in sorted(os.listdir(folder), key=MANIFEST.__eq__):
@@ -86,7 +89,7 @@ class StoredCheckpoints:
 
     def _pointer(self, name: str) -> bytes:
         try:
-            return (self._layout.checkpoints_dir / name).read_bytes()
+            return (self._run.checkpoints_dir / name).read_bytes()
         except OSError:
             return b""
 
@@ -120,20 +123,20 @@ class StoredCheckpoints:
 
 
 @contextmanager
-def _linked_files(layout: RunLayout, name: str) -> Iterator[Path | None]:
+def _linked_files(run: Run, name: str) -> Iterator[Path | None]:
     """Yield a folder with hard links to the files of a checkpoint, so that they stay if the checkpoint is deleted.
 
     Yields None if the checkpoint does not exist any more.
     """
-    target = layout.root / OUTGOING / name
+    target = run.root / OUTGOING / name
     shutil.rmtree(target, ignore_errors=True)
     try:
         with results_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            shutil.copytree(layout.checkpoints_dir / name, target, copy_function=_link)
+            shutil.copytree(run.checkpoints_dir / name, target, copy_function=_link)
         except OSError:
-            if (layout.checkpoints_dir / name).exists():
+            if (run.checkpoints_dir / name).exists():
                 raise
             yield None
         else:

@@ -23,14 +23,13 @@ from ddptrain.log import Log
 from ddptrain.results.annotations import FILE as ANNOTATIONS
 from ddptrain.results.annotations import Annotations, Change, edit_folder, edit_stored
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import INPUTS, LATEST, MANIFEST, Origin, origin_of, valid_run_id
+from ddptrain.results.layout import INPUTS, LATEST, MANIFEST, RECORDED, Origin, origin_of, valid_run_id
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, download_checkpoints, download_model, download_newest
 from ddptrain.results.remote.lease import LOCK, Claim, Lease, claim_from
 from ddptrain.results.remote.uploader import Uploader, grows, joined
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
 from ddptrain.results.runs import Runs
-from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Listed, NotFound, StoreError, WriteConflict, is_plain
 from ddptrain.tracking.wandb_files import LINKS
@@ -82,7 +81,7 @@ class StoredRun(Run):
         return _SWEEP in (self._texts or self.files)
 
     def file(self, name: str) -> Path:
-        """See RunLayout."""
+        """See Run."""
         if (objects := self.files.get(name)) is not None and is_plain(name):
             try:
                 _fetch_changed(self.store, name, objects, self.root / name)
@@ -105,7 +104,7 @@ class StoredRun(Run):
         return claim is not None and claim.is_held()
 
     def names_in(self, folder: str) -> dict[str, int]:
-        """See RunLayout: also files that are not downloaded."""
+        """See Run: also files that are not downloaded."""
         inside = {name: objects for name, objects in self.files.items() if name.startswith(f"{folder}/")}
         sizes = {name: sum(each.size_bytes for each in objects.values()) for name, objects in inside.items()}
         return {name[len(folder) + 1 :]: size_bytes for name, size_bytes in sizes.items()}
@@ -295,14 +294,13 @@ class StoredRuns(Runs):
         run = self.store.below(run_id)
         if not resumed and run.read(_RECORD) is not None:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
-        lock = Lease(run)
-        before = lock.take()
+        lock = Lease(run).take()
         uploads = Uploader(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token)
         try:
             lock.keep(uploads.lose)
             self.forget(run_id)
             if resumed:
-                _download_working_folder(run, uploads, before)
+                _download_working_folder(run, uploads, lock.before)
                 Origin(run.url, lock.claim.token).mark(uploads.root)
             with closing(uploads):
                 yield uploads
@@ -379,8 +377,7 @@ def _is_interrupted(files: Collection[str]) -> bool:
 @contextmanager
 def _lease(run: ObjectStore) -> Iterator[ObjectStore]:
     """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
-    lock = Lease(run)
-    lock.take()
+    lock = Lease(run).take()
     is_empty = False
     try:
         lock.keep()  # if the lease is lost, `guard` raises at the next change

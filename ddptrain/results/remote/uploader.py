@@ -19,13 +19,14 @@ from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
-from ddptrain.results.layout import INCOMING, Origin, RunLayout, files_below
+from ddptrain.results.layout import INCOMING, RECORDED, Origin, files_below
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.lease import LOCK, run_for
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RecordError, RunRecord
-from ddptrain.results.tracker_records import TEMPORARY
 from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Listed, StoreError
+from ddptrain.tracking.wandb_files import SENDING
 
 _log = Log(__name__)
 PART_BYTES = 256 << 10
@@ -34,6 +35,7 @@ _BYTES_PER_S = 1 << 20  # on average, of another file that changes, which is upl
 _SENDERS = 8
 _FLUSH_PAUSE_S = 2.0
 _RECORD = "run.json"
+TEMPORARY = (f"{RECORDED}/cache/", f"{RECORDED}/{SENDING}")  # wandb needs these only during the run
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _PART = re.compile(r"(.+)\.(\d{5})")
 _Fingerprint = tuple[int, int, int]
@@ -93,7 +95,7 @@ class Uploader:
         self.store, self.root = store, root
         self.notes: list[str] = []
         self._token, self._max_failures, self._pace = token, max_failures, pace
-        self._checkpoints = StoredCheckpoints(store, RunLayout(root))
+        self._checkpoints = StoredCheckpoints(store, Run(root))
         self._sent: dict[str, _Fingerprint] = {}
         self._sent_at: dict[str, float] = {}  # monotonic seconds
         self._sent_attempts = 0

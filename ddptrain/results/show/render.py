@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
-from ddptrain.results.layout import TRACKING, RunLayout
+from ddptrain.results.layout import TRACKING
 from ddptrain.results.metrics import LAST_BYTES, read_events
 from ddptrain.results.run import Run, time_text
 from ddptrain.results.run_record import (
@@ -24,7 +24,6 @@ from ddptrain.results.run_record import (
 )
 from ddptrain.results.selection import RunFields, cells, header
 from ddptrain.results.time_use import time_use_of
-from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
 from ddptrain.tracking.wandb_files import unsent_parts
 
@@ -206,7 +205,7 @@ def _profiles(files: Iterable[str]) -> str:
     )
 
 
-def _path_of(layout: RunLayout, path: Path) -> str:
+def _path_of(layout: Run, path: Path) -> str:
     return layout.shown_path(path) if path.exists() else ""
 
 
@@ -249,15 +248,15 @@ def _tracking(view: Run) -> list[tuple[str, str]]:
     """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
     lines = []
     seen = set()
-    for tracker, outputs in tracker_outputs(view, view.record).items():
+    for tracker, outputs in view.trackers().items():
         url = outputs.get("url")
         if url in seen:
             continue  # several ranks share a tracker's run
         seen |= {url} - {None}
         place = " ".join(filter(None, (outputs.get("mode"), _below_run(view.run_id, outputs.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(outputs.values())))
-    if not view.is_running and unsent_parts(wandb_parts(view, view.record)):
-        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view)}"))
+    if not view.is_running and unsent_parts(view.wandb_parts()):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.argument}"))
     return lines
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
 from ddptrain.results.time_use import time_use, timed_events
 
@@ -191,8 +191,8 @@ def test_events_are_read_from_the_file_of_anyone(tmp_path: Path) -> None:
     ]
     lines += ['{"event":"timed","time_s":1,"seconds":1e999}', f'{{"event":"entered","time_s":1{"0" * 400}}}']
     path.write_text("\n".join([*lines, f'{{"event":"entered","x":"{"y" * (1 << 20)}","time_s":1}}', good]) + "\n")
-    assert list(timed_events(RunLayout(tmp_path))) == [event("entered", 1)] * 2
-    assert list(timed_events(RunLayout(tmp_path / "missing"))) == []
+    assert list(timed_events(Run(tmp_path))) == [event("entered", 1)] * 2
+    assert list(timed_events(Run(tmp_path / "missing"))) == []
 
 
 def test_activities_that_overlap_count_once_and_only_within_the_training() -> None:

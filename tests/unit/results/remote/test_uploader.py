@@ -14,7 +14,6 @@ from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, verify
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.remote.checkpoints import download_model, download_newest
 from ddptrain.results.remote.uploader import Pace, Uploader
 from ddptrain.results.run import Run
@@ -244,7 +243,7 @@ def test_files_without_a_manifest_are_deleted_and_other_folders_stay(kept: Kept)
 def download(store: ObjectStore, folder: Path, warn: Callable[[str], None] = pytest.fail) -> Path:
     """The newest checkpoint that matches its manifest, in a new working folder."""
     download_newest(store, store.files(), folder)
-    newest = newest_verified(RunLayout(folder), warn)
+    newest = newest_verified(Run(folder), warn)
     assert newest is not None
     return newest.folder
 
