@@ -169,6 +169,10 @@ class RunWriter:
         if self.upload is not None:
             self.upload.begin(warn, lost)
 
+    def _written(self, name: str) -> None:
+        if self.upload is not None:
+            self.upload.put(name)
+
     def finish_upload(self, deadline_s: float) -> str:
         """Return "" when the store has everything, or one line about the problem if the deadline was reached."""
         return "" if self.upload is None else self.upload.flush(deadline_s)
@@ -201,6 +205,8 @@ class RunWriter:
                 self._latest = LatestMetrics.of(series, ((each.step, each.metrics) for each in checkpoints))
             self._latest.begin_attempt()
             self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best, not_finite=None)
+        if self.upload is not None:
+            self.upload.put_checkpoints()
 
     def save_git_diff(self) -> None:
         """Write git.diff if the code has changes that are not committed. Raises ResultsError."""
@@ -253,6 +259,7 @@ class RunWriter:
         with self._mutex:
             if self.loss is None:
                 self._events.append(line)
+                self._written("events.jsonl")
         return line
 
     def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
@@ -284,6 +291,7 @@ class RunWriter:
         with self._mutex:
             if self.loss is None:
                 self._system.append(sample, attempt)
+                self._written("system.jsonl")
 
     def flush(self) -> None:
         """Append the metrics that wait to metrics.jsonl."""
@@ -315,6 +323,8 @@ class RunWriter:
         with self._mutex:
             self._latest.logged(None, event.step, event.metrics)
         self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
+        if self.upload is not None:
+            self.upload.put_checkpoints()
         discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final
 
@@ -324,7 +334,9 @@ class RunWriter:
         Raises UnsafePath, FileDamaged, ResultsError; see staged_files.adopt_file.
         """
         self._require_run()
-        return adopt_file(self.layout.area(event.area), event, source, moved)
+        path = adopt_file(self.layout.area(event.area), event, source, moved)
+        self._written(path.relative_to(self.layout.root).as_posix())
+        return path
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write the end of the run into run.json; the lock is held until close()."""
@@ -381,6 +393,7 @@ class RunWriter:
             return
         self._metrics.flush()
         write_file(self.layout.run_json, self.record.to_json().encode())
+        self._written("metrics.jsonl")
         self._saving_s = time.monotonic() - began
 
 
