@@ -428,6 +428,7 @@ class Run:
         ranks = tuple(rank.record() for rank in end.ranks)
         failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure else None
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
+        self.recorder.event("attempt_ended", attempt=last.attempt, status=ended.outcome)
         self.writer.update(attempts=(*others, ended))
 
     # --- the end ---

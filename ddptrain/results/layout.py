@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -51,7 +50,7 @@ def files_below(folder: Path) -> Iterator[tuple[Path, int]]:
 def new_run_id(name: str, now: datetime | None = None) -> str:
     """Return a new `<name>-<UTC YYYYmmdd-HHMMSS>-<4 hex>`."""
     moment = (now or datetime.now(UTC)).astimezone(UTC)
-    return f"{name}-{moment:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{name}-{moment:%Y%m%d-%H%M%S}-{os.urandom(2).hex()}"
 
 
 def valid_run_id(run_id: str) -> bool:

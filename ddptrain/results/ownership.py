@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import threading
 import time
@@ -172,7 +171,7 @@ class LockFile(Owner):
                 time.sleep(_PAUSE_S)
             if not file_ops.is_at(self._path, self._descriptor):
                 raise RunLocked(f"run {name} was deleted by another process; run the command again")
-            self._text = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n".encode()
+            self._text = f"process {os.getpid()} on {socket.gethostname()}\n{os.urandom(8).hex()}\n".encode()
             with results_errors(self._path):
                 os.ftruncate(self._descriptor, 0)
                 file_ops.write_all(self._descriptor, self._text)

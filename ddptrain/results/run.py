@@ -8,14 +8,11 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
-
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING, Any, Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import RunNotFound
@@ -37,9 +34,11 @@ from ddptrain.results.layout import (
     step_of,
     valid_run_id,
 )
-from ddptrain.results.run_record import SWEEP, FailureRecord, RecordError, RunRecord, RunStatus, text_of_time
+from ddptrain.results.run_record import SWEEP, FailureRecord, RecordError, RunRecord, RunStatus, text_of_time, validator
 from ddptrain.results.secure_files import is_own_folder, read_bytes
-from ddptrain.tracking.wandb_files import LINKS, RunPart, links_of, parts_below, parts_in
+
+if TYPE_CHECKING:
+    from ddptrain.tracking.wandb_files import RunPart
 
 DRIVER_GONE = "the driver has ended without a result (killed?)"
 MODEL = (
@@ -167,7 +166,7 @@ class Run:
     @cached_property
     def _head(self) -> _Head:
         try:
-            head = _head_adapter().validate_json(self.read("run.json"))
+            head = validator(_Head).validate_json(self.read("run.json"))
             return head if head.run_id else _Head(kind=self._kind())
         except (OSError, ValueError):
             return _Head(kind=self._kind())
@@ -313,6 +312,8 @@ class Run:
         """
         recorded, links = self.record.tracking, {}
         if recorded:
+            from ddptrain.tracking.wandb_files import LINKS, links_of  # not for a list of runs, as some below
+
             with suppress(OSError):
                 links = links_of(self.read(f"{RECORDED}/{LINKS}"))
         found = {name: dict(recorded[name]) for name in sorted(recorded, key=_by_number)}
@@ -324,6 +325,8 @@ class Run:
 
     def wandb_parts(self) -> list[RunPart]:
         """Return the parts of the run's W&B runs, including those in another folder (WANDB_DIR)."""
+        from ddptrain.tracking.wandb_files import parts_below, parts_in
+
         parts = parts_below(self.tracking_dir / WANDB)
         part_ids = {part.run_id for part in parts}
         others = [about for about in self.record.tracking.values() if about.get("id", "") not in {"", *part_ids}]
@@ -386,11 +389,6 @@ class Run:
         return [path for path in checkpoint_folders(self.checkpoints_dir) if (path / MANIFEST).is_file()]
 
 
-@cache
-def _head_adapter() -> TypeAdapter[_Head]:
-    return TypeAdapter(_Head)
-
-
 def is_sweep(folder: Path) -> bool:
     """Return whether the folder is that of a sweep."""
     return os.path.isfile(folder / "sweep.json")
@@ -430,5 +428,7 @@ def newest_trained(runs: Sequence[Run], workload: str) -> Run:
 
 def fetch_all(runs: Sequence[Run], *patterns: str) -> None:
     """Have files of several runs; see Run.fetch."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(8, thread_name_prefix="ddptrain-copies") as pool:
         list(pool.map(lambda run: run.fetch(*patterns), runs))

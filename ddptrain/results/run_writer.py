@@ -74,6 +74,7 @@ class RunWriter:
         self._events = JsonLines(layout.events_jsonl)
         self._metrics = JsonLines(layout.metrics_jsonl)
         self._system = SystemFile(layout.system_jsonl)
+        self.event({"event": "driver_started", "host": record.driver.host, "pid": record.driver.pid})
         self._save()
 
     @classmethod
@@ -224,6 +225,11 @@ class RunWriter:
             return dataclasses.replace(self._record, last_metrics=self._latest.as_dict())
 
     @property
+    def _run_s(self) -> float:
+        """The seconds of the run so far, without the time between its parts if it was resumed."""
+        return self._record.earlier_s + time.monotonic() - self._started
+
+    @property
     def run_id(self) -> str:
         """The run's folder name."""
         return self._record.run_id
@@ -251,11 +257,14 @@ class RunWriter:
         return dataclasses.replace(failure, **texts)
 
     def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one line to events.jsonl, stamped with `time_s` unless it has one; return it, without secrets."""
+        """Append one line to events.jsonl; return it, without secrets.
+
+        It has `time_s`, in seconds since 1970, and `run_s`, in seconds of the run so far, unless they are given.
+        """
         kept = {
             name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
         }
-        line = {"time_s": time.time(), **kept}
+        line = {"time_s": time.time(), "run_s": round(self._run_s, 3), **kept}
         with self._mutex:
             if self.loss is None:
                 self._events.append(line)
@@ -341,7 +350,7 @@ class RunWriter:
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write the end of the run into run.json; the lock is held until close()."""
         self._finished = True
-        duration_s = round(self._record.earlier_s + time.monotonic() - self._started, 3)
+        duration_s = round(self._run_s, 3)
         end = {"status": status, "exit_code": int(exit_code), "failure": failure, "ended_at": utc_now()}
         self.update(waiting=False, duration_s=duration_s, **end)
 

@@ -23,9 +23,7 @@ from ddptrain.results.run_record import (
     root_cause,
 )
 from ddptrain.results.selection import RunFields, cells, header
-from ddptrain.results.time_use import time_use_of
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
-from ddptrain.tracking.wandb_files import unsent_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,7 +120,8 @@ def _short(text: str) -> str:
 
 def sections(view: Run) -> list[Section]:
     """Return everything about one run, as titled lists of names and values; empty ones are left out."""
-    from ddptrain.results.system import read_system, use_lines  # 40 ms, as in the functions below: a list needs none
+    from ddptrain.results.system import read_system, use_lines
+    from ddptrain.results.time_use import time_use_of
 
     record = view.record
     files = view.artifacts()
@@ -153,7 +152,7 @@ def sections(view: Run) -> list[Section]:
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
         (view.run_id, about),
-        ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
+        ("where the time went", spent.shown() if (spent := time_use_of(view)) else []),
         ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
         ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
@@ -246,6 +245,8 @@ def _below_run(run_id: str, folder: str) -> str:
 
 def _tracking(view: Run) -> list[tuple[str, str]]:
     """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
+    from ddptrain.tracking.wandb_files import unsent_parts  # not for a list of runs, as some below
+
     lines = []
     seen = set()
     for tracker, outputs in view.trackers().items():
