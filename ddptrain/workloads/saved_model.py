@@ -23,7 +23,7 @@ def load_trained(run_dir: Path, workload: str) -> torch.nn.Module:
 
         return load_model(run_dir)[0]
     if workload == "images":
-        from ddptrain.workloads.images.classifier import load_model as load_classifier
+        from ddptrain.workloads.images.model import load_model as load_classifier
 
         return load_classifier(run_dir).model
     folder = checkpoint_folder(run_dir)

@@ -17,7 +17,7 @@ from ddptrain.rank.checkpoint.weights import with_module_versions
 from ddptrain.workloads import saved_model
 from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint
 from ddptrain.workloads.export import describe_model, export_model
-from ddptrain.workloads.images.classifier import build as build_model
+from ddptrain.workloads.images.model import build as build_model
 from ddptrain.workloads.saved_model import load_trained
 from tests.unit.workloads.images_runs import description, make_run, model_of_colours
 from tests.unit.workloads.test_petnames_generate import save_checkpoint, untrained
