@@ -150,8 +150,8 @@ class Reader:
                 clock = time.strftime("%H:%M:%S", time.localtime(time.time() - self._deadline_s))
                 raise StoreUnreachable(
                     f"{self._location.description} gives no {image.key} since {clock} ({self._deadline_s:g} s); the "
-                    f"last error: {problem}; when it is back, failure.max_restarts or --resume continues from the newest "
-                    "checkpoint"
+                    f"last error: {problem}; when it is back, failure.max_restarts or --resume continues from the "
+                    "newest checkpoint"
                 )
             time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)
