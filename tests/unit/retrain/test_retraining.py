@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import queue
 import signal
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -175,11 +174,9 @@ def test_start_that_has_lost_its_model_ends_with_a_heartbeat(tmp_path: Path, mon
     class Lost(ModelLock):
         """A lock that another process takes."""
 
-        @contextlib.contextmanager
-        def held(self, *_: object) -> Iterator[None]:
+        def held(self, *_: object) -> NoReturn:
             self.lost = RunLocked("process 12 on host has taken over")
             raise Interrupted(signal.SIGTERM)
-            yield
 
     monkeypatch.chdir(tmp_path)
     with serving(check := CheckServer()):
