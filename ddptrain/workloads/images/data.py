@@ -269,7 +269,8 @@ def decode_eval(data: bytes, size: int) -> NDArray[np.uint8]:
 
     Raises CorruptImage.
     """
-    return to_planes(decode_pixels(data, size, None, random.Random()), size)
+    pixels = np.frombuffer(decode_pixels(data, size, None, random.Random()), np.uint8)
+    return np.ascontiguousarray(pixels.reshape(size, size, 3).transpose(2, 0, 1))
 
 
 def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> bytes:
@@ -345,11 +346,6 @@ def _random_box(width: int, height: int, draw: random.Random) -> Box:
     widest, highest = min(width, height * _RATIO[1]), min(height, width / _RATIO[0])
     x, y = (width - widest) / 2, (height - highest) / 2
     return x, y, x + widest, y + highest
-
-
-def to_planes(pixels: bytes, size: int) -> NDArray[np.uint8]:
-    """Return pixels [size, size, 3] as an array [3, size, size]."""
-    return np.ascontiguousarray(np.frombuffer(pixels, np.uint8).reshape(size, size, 3).transpose(2, 0, 1))
 
 
 def _ceil(number: float) -> int:
