@@ -13,9 +13,9 @@ import json
 import os
 import queue
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
@@ -87,6 +87,7 @@ class LaunchOptions:
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     observers: Sequence[RunObserver] = ()
+    inputs: Mapping[str, bytes] = field(default_factory=dict)  # files for the ranks, by name: in ctx.inputs
     shared: SharedRun | None = None  # the run is one of several in this process, each in a thread; without a display
 
 
@@ -131,7 +132,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
             _log.info("resume chosen", reason=choice.reason, asked=options.resume)
         writer.save_git_diff()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
-        inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
+        inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights, options.inputs)
         return Run(resolved, options, choice, machine, writer, inputs, inbox, signals).run()
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.images import train as workload
-from ddptrain.workloads.images.classifier import describe
+from ddptrain.workloads.images.model import describe
 from tests.unit.rank.ranks import Rank
 from tests.unit.workloads.images_runs import make_manifest
 from tests.unit.workloads.pictures import COLOURS, picture
@@ -143,7 +143,8 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert {total for _, total, _ in run.progressed} == {18} and run.progressed[-1:] == [(18, 18, "images")]
     assert len(run.progressed) == 6 + 2, "each step, and the batch of each validation"
     assert run.pictures == [(step, [3, 8, 32]) for step in (1, 4)]
-    ((name, columns, rows, step),) = run.tables
+    (name, columns, rows, step), (mistakes, *_) = run.tables
+    assert mistakes == "val_mistakes"
     assert (name, columns, len(rows), step) == ("train_predictions", ("image", "label", "prediction", "score"), 4, 6)
     table = list(csv.DictReader(run.files["predictions/rank-0.csv"].decode().splitlines()))
     assert [row["key"] for row in table] == ["blue/3.png", "green/3.png", "red/3.png"]
