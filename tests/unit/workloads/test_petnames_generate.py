@@ -87,11 +87,6 @@ def test_names_begin_with_the_prefix(run_dir: Path) -> None:
     assert all(name == name.title() for name in made.names)
 
 
-def test_a_name_that_never_ends_is_given_up(tmp_path: Path) -> None:
-    names = sample_names(untrained("full", stop_bias=-1e9), 3, "", 1.0, torch.Generator().manual_seed(0))
-    assert names == [None] * 3
-
-
 def test_examples_of_a_run_are_a_table_of_distinct_names() -> None:
     logged: list[tuple[Any, ...]] = []
     ctx: Any = SimpleNamespace(log_table=lambda *args, step: logged.append((*args, step)))
@@ -136,21 +131,6 @@ def test_low_temperatures_sample_what_is_likely() -> None:
     assert len(set(cold)) < len(set(hot))
 
 
-def test_the_best_checkpoint_goes_before_the_latest(run_dir: Path) -> None:
-    save_checkpoint(run_dir, untrained("full"), "step-2")
-    (run_dir / "checkpoints" / "best").write_text("step-1\n")
-    assert generate_names(run_dir, 1).checkpoint == "step-1"
-    (run_dir / "checkpoints" / "best").write_text("step-gone\n")
-    assert generate_names(run_dir, 1).checkpoint == "step-2"
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "..", "a/b", "a\\b", ""])
-def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> None:
-    (run_dir / "checkpoints" / "best").write_text(name)
-    with pytest.raises(UsageError, match="not the name of a folder"):
-        generate_names(run_dir, 1)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -165,26 +145,6 @@ def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> Non
 def test_impossible_arguments_are_refused(run_dir: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         generate_names(run_dir, **{"count": 3, **arguments})  # type: ignore[arg-type]
-
-
-def test_a_run_of_another_workload_is_refused(run_dir: Path) -> None:
-    (run_dir / "run.json").write_text('{"workload": "mine:train"}')
-    with pytest.raises(UsageError, match="is a run of the workload 'mine:train'; generate needs one of petnames"):
-        generate_names(run_dir, 1)
-
-
-def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"workload": "petnames"}')
-    with pytest.raises(UsageError, match="no checkpoint yet"):
-        generate_names(tmp_path, 1)
-
-
-@pytest.mark.parametrize("file_name", ["model.safetensors", "state.pt"])
-def test_a_damaged_checkpoint_is_named(run_dir: Path, file_name: str) -> None:
-    path = run_dir / "checkpoints" / "step-1" / file_name
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(UsageError, match=r"can't read the checkpoint .*step-1"):
-        generate_names(run_dir, 1)
 
 
 def test_a_run_without_its_names_needs_keep_known(run_dir: Path) -> None:

@@ -149,13 +149,6 @@ def test_head_of_another_size_is_replaced_and_all_else_is_loaded() -> None:
     assert all(torch.equal(after[name], value) for name, value in state.items() if not name.startswith("head."))
 
 
-def test_head_of_the_same_size_is_loaded() -> None:
-    config, state = described("small_cnn"), pretrained(3)
-    model = build(config)
-    assert load(model, state, config, "w", keep_head=True) is None
-    assert torch.equal(model.state_dict()["head.weight"], state["head.weight"])
-
-
 @pytest.mark.parametrize("architecture", ["small_cnn", "squeezenet1_1", "regnet_y_400mf"])
 def test_new_head_is_made_also_where_theirs_is_of_the_same_size(architecture: str) -> None:
     config = described(architecture)
