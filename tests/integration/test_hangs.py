@@ -135,14 +135,6 @@ def test_collective_operation_that_times_out_is_blamed_on_the_rank_that_did_not_
     assert_hung(ended, record, "a collective operation timed out", "hanging.py:12 in load_batch", "while rank 0 waits")
 
 
-def test_rank_that_returns_while_others_wait_for_it_is_the_cause(train: Train) -> None:
-    ended, record = train("return", *NO_WATCHDOG)
-    assert ended.rc == 1
-    assert record["failure"]["rank"] == 1
-    assert "rank 1 on" in ended.stderr
-    assert "returned from the workload while rank 0 waited for it" in ended.stderr
-
-
 def test_exception_in_a_dataloaders_worker_is_told_as_if_it_were_the_ranks_own(train: Train) -> None:
     ended, record = train("loader", *NO_WATCHDOG)
     assert ended.rc == 1

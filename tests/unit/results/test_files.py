@@ -19,7 +19,7 @@ from ddptrain.log import Log
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results import secure_files
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
-from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
+from ddptrain.results.errors import ResultsError, UnsafePath
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.metrics import MetricsReader
 from ddptrain.results.run_writer import RunWriter
@@ -59,14 +59,6 @@ def test_a_path_that_leaves_the_run_is_refused(writer: RunWriter, stage_file: St
     assert refused.value.exit_code == 1
     assert writer.layout.run_json.read_bytes() == before
     assert not os.listdir(writer.layout.artifacts_dir)
-
-
-def test_a_staged_link_is_not_followed(writer: RunWriter, stage_file: StageFile, tmp_path: Path) -> None:
-    event, source = stage_file("a", b"data")
-    link = tmp_path / "link"
-    link.symlink_to(source)
-    with pytest.raises(FileDamaged, match="symbolic link"):
-        writer.adopt_file(event, link)
 
 
 def no_links(*_: object, **__: object) -> None:
@@ -118,14 +110,6 @@ def test_error_that_ends_the_driver_is_the_last_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"), driver_log(tmp_path / "ddptrain.log", "toy-1", []):
         raise ValueError("no\nway")
     assert words_of(tmp_path / "ddptrain.log")[-1] == r'INFO driver run=toy-1 driver ends error="ValueError: no\\nway"'
-
-
-def test_link_that_another_user_has_planted_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine\n")
-    (tmp_path / "ddptrain.log").symlink_to(tmp_path / "precious")
-    with pytest.raises(ResultsError, match="symbolic link"), driver_log(tmp_path / "ddptrain.log", "toy-1", []):
-        pass
-    assert (tmp_path / "precious").read_text() == "mine\n"
 
 
 def test_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
