@@ -239,7 +239,7 @@ print(peak_kb() - before, file=sys.stderr)
 
 @pytest.mark.parametrize(
     ("line", "count"),
-    [(b"x" * 9_999_999 + b"\n", 1), (b"step 1 loss 0.5\n", 100_000), (b"\n", 10**6), (b"\r1%", 10**6)],
+    [(b"x" * 9_999_999 + b"\n", 1), (b"step 1 loss 0.5\n", 100_000), (b"\n", 300_000), (b"\r1%", 300_000)],
 )
 def test_memory_stays_flat_however_much_comes_at_once(tmp_path: Path, line: bytes, count: int) -> None:
     for rank in (0, 1):
