@@ -198,10 +198,11 @@ def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
 ) -> None:
     kept = Kept(writer, stage, replace(QUICK, every_file=0.0))
     log, line = writer.layout.log(0), b"x" * 1023 + b"\n"
-    log.write_bytes(line)
+    log.write_bytes(b"")
     kept.begin()
-    for size in (300, 301, 700):
-        log.write_bytes(line * size)
+    for more in (300, 1, 399):
+        with log.open("ab") as file:
+            file.write(line * more)
         assert kept.uploads.flush(60) == ""
     sizes = {path: file.size_bytes // 1024 for path, file in kept.store.files("logs").items()}
     assert sizes == {"logs/rank-0.log": 300, "logs/rank-0.log.00001": 400}

@@ -48,7 +48,7 @@ def test_small_cnn_takes_images_of_any_size_and_has_few_weights(size: int) -> No
 
 @pytest.mark.parametrize(
     ("architecture", "size"),
-    [("googlenet", 64), ("inception_v3", 96), ("vit_b_32", 64), ("squeezenet1_1", 64), ("mobilenet_v3_small", 64)],
+    [("googlenet", 64), ("inception_v3", 96), ("squeezenet1_1", 64)],
 )
 def test_models_of_every_kind_give_a_score_for_each_class(architecture: str, size: int) -> None:
     config = described(architecture, size)
