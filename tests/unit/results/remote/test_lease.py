@@ -81,7 +81,9 @@ def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store
     assert refused.value.exit_code == 6
     store.put(OTHER, written_s=5000.0 - 181.0)
     lock = Lease(store)
-    assert lock.take() == OTHER and store.claim.token == lock.claim.token
+    assert lock.take() == OTHER and store.claim.token == lock.claim.token and not store.claim.released
+    lock.release()
+    assert store.claim.released
 
 
 def test_driver_of_this_host_is_known_to_be_dead_at_once(store: Any) -> None:
