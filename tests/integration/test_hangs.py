@@ -193,8 +193,8 @@ def quiet(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Callable[..., Fini
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", [pytest.param("validate_on_all", marks=pytest.mark.long), "validate_on_one"])
+@pytest.mark.long  # unit/driver/failure/test_watchdog.py: the same in a time of its own
+@pytest.mark.parametrize("function", ["validate_on_all", "validate_on_one"])
 def test_silent_validation_of_five_times_the_limit_is_no_hang(
     quiet: Callable[..., Finished], tmp_path: Path, function: str
 ) -> None:

@@ -137,9 +137,15 @@ def test_metrics_of_a_gpu(nvml: Nvml, name: str) -> None:
 def test_facts_of_a_gpu_have_no_power_limit_among_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total=80_000_000_000, used=100_000_000)
     answers: dict[str, Any] = {
-        "Init": None, "Shutdown": None, "SystemGetDriverVersion": "580.1", "DeviceGetCount": 1,
-        "DeviceGetHandleByIndex": "GPU", "DeviceGetName": "H100", "DeviceGetMemoryInfo": memory,
-        "DeviceGetTotalEccErrors": 3, "DeviceGetCurrentClocksThrottleReasons": 0x24,
+        "Init": None,
+        "Shutdown": None,
+        "SystemGetDriverVersion": "580.1",
+        "DeviceGetCount": 1,
+        "DeviceGetHandleByIndex": "GPU",
+        "DeviceGetName": "H100",
+        "DeviceGetMemoryInfo": memory,
+        "DeviceGetTotalEccErrors": 3,
+        "DeviceGetCurrentClocksThrottleReasons": 0x24,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_, answer=answer: answer)
