@@ -75,19 +75,6 @@ def test_runs_without_metrics_are_compared(tmp_path: Path) -> None:
     assert "params  A  B\n  x     a  b" in comparison_text(found)
 
 
-def test_json_has_everything(views: list[Run]) -> None:
-    data = compare_runs(views).as_dict()
-    loss = next(each for each in data["metrics"] if each["name"] == "val/loss")
-    assert loss["best_difference"] == (0.0, -1.0) and loss["winner"] == "b-1"
-    assert data["x"] == "step" and data["series"][0] == {
-        "name": "val/loss",
-        "run": "a-1",
-        "x": [1, 2, 3],
-        "y": [3.0, 2.0, 2.5],
-    }
-    assert [run["run_id"] for run in data["runs"]] == ["a-1", "b-1"]
-
-
 def test_without_a_loss_the_first_six_metrics_are_drawn(tmp_path: Path) -> None:
     rows: Rows = [(1, {f"m{number}": 1.0 for number in range(8)})]
     plot = compare_runs([put(tmp_path, name, rows) for name in "ab"]).plot

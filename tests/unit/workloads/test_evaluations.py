@@ -178,16 +178,6 @@ def test_score_of_no_images_is_no_number_and_the_model_keeps_its_mode(group: Non
     assert model.training is is_training
 
 
-def test_buffers_of_rank_0_are_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[Any, int]] = []
-    monkeypatch.setattr(dist, "broadcast", lambda buffer, source: sent.append((buffer, source)))
-    model = nn.BatchNorm1d(2)
-    share_buffers(model)
-    assert [(buffer is one, source) for (buffer, source), one in zip(sent, model.buffers(), strict=True)] == [
-        (True, 0)
-    ] * 3
-
-
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose model tells three colours apart; one whose model knows two of them; and images to evaluate on."""

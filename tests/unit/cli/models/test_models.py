@@ -144,18 +144,6 @@ def test_list_and_show_name_the_champion(place: Path) -> None:
     assert (only["model"], only["champion"]["parent"], only["aliases"]) == ("names", 1, {"champion": 2, "previous": 1})
 
 
-def test_alias_and_rm(place: Path) -> None:
-    lines("promote", "names", "names-20261122-100000-aaaa")
-    lines("promote", "names", "latest")
-    lines("promote", "names", "1")
-    assert lines("alias", "names@staging", "2") == [
-        "names: version 2 alias staging; aliases: champion 1, previous 2, staging 2"
-    ]
-    assert lines("alias", "names@staging", "2") == ["names@staging is version 2 already"]
-    assert lines("alias", "names@staging", "--delete")[0].startswith("names: version 2 alias removed staging")
-    assert str(error_of("rm", "names", "2")) == "version 2 of names is previous: move the alias first"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -73,10 +73,6 @@ def test_settings_file_of_wandb_is_read(home: dict[str, str]) -> None:
     assert (access.base_url, access.mode, access.has_credentials) == ("http://127.0.0.1:1", "offline", False)
 
 
-def test_access_does_not_show_its_key() -> None:
-    assert KEY not in repr(find_access({"WANDB_API_KEY": KEY}))
-
-
 # --- what ranks are told ---
 
 Make = Callable[..., tuple[TrackingSetup, list[str]]]
@@ -137,10 +133,6 @@ def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: R
     Recorder(writer).rank_event(0, Tracked(1, "wandb", {"base_url": "http://evil", "url": "u"}))
     kept = writer.record.tracking["wandb"]
     assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
-
-
-def test_id_stays_the_same_when_the_run_is_resumed(make: Make) -> None:
-    assert told(make({}, mode="rank0")[0])["id"] == told(make({}, mode="rank0")[0])["id"]
 
 
 def test_run_without_a_key_is_offline_and_that_is_said_once(make: Make, writer: RunWriter) -> None:

@@ -11,9 +11,7 @@ from rich.console import Console
 
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import (
-    BestRecord,
     FailureRecord,
-    GitRecord,
     RunRecord,
 )
 from ddptrain.results.selection import RunFields
@@ -62,19 +60,6 @@ def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path:
     assert row[-1].startswith("cannot read run.json: not JSON: ")
 
 
-@pytest.mark.parametrize(
-    ("record", "result"),
-    [
-        (RunRecord(best=BestRecord("val/loss", "min", 1.23456, 3)), "best val/loss 1.235 at step 3"),
-        (RunRecord(last_metrics={"lr": 0.1, "train/loss": 2.0}), "train/loss 2"),
-        (RunRecord(last_metrics={"lr": None}), "lr nan"),
-        (RunRecord(), ""),
-    ],
-)
-def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, result: str) -> None:
-    assert rows([Run(tmp_path, record)])[0][-1] == result
-
-
 def tracked_run(folder: Path) -> Run:
     """A run of eleven ranks, the first two of which were recorded offline, and of which more was sent afterwards."""
     told = {"id": "w1", "mode": "offline", "folder": "/there/wandb/part"}
@@ -112,19 +97,6 @@ def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, f
     tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
     view = Run(layout.root, RunRecord(run_id="r", status="succeeded", tracking=tracking))
     assert dict(sections(view))["tracking"] == [("wandb", shown)]
-
-
-def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: Path) -> None:
-    layout = Run(tmp_path)
-    for name in ("steps-10-13/rank-0.pt.trace.json.gz", "steps-10-13/rank-1.pt.trace.json.gz", "steps-2-2/rank-1.csv"):
-        path = layout.artifacts_dir / "profile" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
-    layout.git_diff.write_text("+a\n")
-    record = RunRecord(run_id="r", status="failed", git=GitRecord(commit="abc", dirty=True))
-    about = dict(sections(Run(layout.root, record))[0][1])
-    assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
-    assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
 
 
 def test_messages_of_ranks_are_in_the_sections_that_their_events_name(tmp_path: Path) -> None:
