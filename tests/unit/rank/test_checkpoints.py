@@ -27,7 +27,6 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers, from_bytes
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.checkpoint import load_checkpoint
 from ddptrain.workloads.images.train import _known_classes
-from tests.support.pace import is_cheap
 from tests.unit.rank.ranks import CPU, Gang, MakeRank, Rank, full_after, make_rank, rank
 
 __all__ = ["make_rank", "rank"]

@@ -20,7 +20,7 @@ from ddptrain.rank.evaluation import SavedCheckpoint
 from ddptrain.workloads.images import train as evaluate_checkpoint
 from ddptrain.workloads.images.data import BadImages, Batch, TooManyBadImages
 from ddptrain.workloads.images.model import ModelInput
-from ddptrain.workloads.images.train import share_buffers, validate
+from ddptrain.workloads.images.train import validate
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.generate import sample_names

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.rank.checkpoint.weights import with_module_versions
 from ddptrain.workloads import checkpoint as saved_model
 from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint, load_trained
 from ddptrain.workloads.export import describe_model, export_model

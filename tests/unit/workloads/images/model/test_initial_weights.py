@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ddptrain.errors import UsageError
 from ddptrain.workloads.images import model as initial_weights
 from ddptrain.workloads.images.model import MEAN, STD
 from ddptrain.workloads.images.params import ImagesParams
