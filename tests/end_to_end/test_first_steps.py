@@ -44,8 +44,7 @@ def ended(done: Finished, rc: int = 0) -> Finished:
     return done
 
 
-def test_readme_trains_pet_names_and_generates_names(run_cli: Cli) -> None:
-    """The first screen of the README, with two epochs, on an embedded cluster."""
+def test_pet_names_are_trained_and_generated(run_cli: Cli) -> None:
     done = ended(run_cli("train", ROOT / "configs" / "petnames.yaml", "--set", "params.epochs=2", "--ranks", "2"))
     lines = done.stdout.splitlines()
     assert any(line.startswith("[rank 0] epoch 2/2: train/loss ") for line in lines), done.stdout
