@@ -1,4 +1,4 @@
-"""How large the rooms are, and how files are named. `pytest -s tests/unit/test_house.py` prints the lines of each room."""
+"""How large the rooms are, and how files are named; `pytest -s` prints the lines of each room."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Lines of Python, JavaScript, CSS and templates; what a room does not use, another one may.
 BUDGETS = {
-    "cli": 3000, "config": 2200, "protocol": 900, "driver": 5500, "worker": 1600, "rank": 4000, "clusters": 2900, "results": 4700,
-    "storage": 800, "tracking": 1400, "workloads": 3300, "reports": 2200, "sweep": 1400, "retrain": 1400, "model_registry": 1000,
-    "schedule": 500, "notify": 400, "compat": 300, "starter": 120, "": 1200,
+    "cli": 3000, "config": 2200, "protocol": 900, "driver": 5500, "worker": 1600, "rank": 4000, "clusters": 2900,
+    "results": 4700, "storage": 800, "tracking": 1400, "workloads": 3300, "reports": 2200, "sweep": 1400,
+    "retrain": 1400, "model_registry": 1000, "schedule": 500, "notify": 400, "compat": 300, "starter": 120, "": 1200,
 }  # fmt: skip
 MOST_LINES = 52_500  # of all rooms; the goal is 40,000. Lower it with every step that takes lines away.
 MOST_PAGES = 30
