@@ -53,7 +53,7 @@ class Root(RootGroup):
         "Unattended": {
             "retrain": ("unattended:retrain", "Train a model again, and use the new version if it is better."),
             "models": ("models:app", "Versions of trained models: list, promote, roll back."),
-            "schedule": ("unattended:schedules", "Retrain at given times: add, list, check, remove."),
+            "schedule": ("unattended:schedules", "Retrain at given times: add, list, remove."),
             "notify": ("unattended:notifications", "Notifications of runs and retrainings: try them."),
         },
         "More": {

@@ -156,6 +156,7 @@ def _common_first(args: list[str]) -> tuple[list[str], list[str]]:
 # Commands and options of earlier versions: a command, a group and a command, or an option.
 _HINTS = {
     "resume": "ddptrain train CONFIG --resume RUN",
+    "torchrun": "ddptrain run",
     "version": "ddptrain --version",
     "schema": "ddptrain init --schema",
     "cluster check": "ddptrain doctor --cluster NAME",
@@ -206,7 +207,10 @@ def _described(error: Any, ctx: Any) -> str:
         return f"{name} is missing: write {ctx.command_path} {' '.join(ctx.command.collect_usage_pieces(ctx))}"
     text = message[:1].lower() + message[1:].rstrip(".").replace("(s)", "")
     field = re.search(r"extra arguments? \((?:params\.)?(\w+=[^ )]*)", text)
-    return f"{text} (did you mean --set params.{shorten(field[1])}?)" if field else text
+    if "extra argument" in text and ctx is not None and any("--set" in each.opts for each in ctx.command.params):
+        hint = f"did you mean --set params.{shorten(field[1])}?" if field else "a field is changed as --set KEY=VALUE"
+        return f"{text} ({hint})"
+    return text
 
 
 def _option_hint(name: str, ctx: Any) -> str:
@@ -234,8 +238,8 @@ def _field(option: str) -> str:
     name = option.lstrip("-").replace("-", "_")
     if "." in name:
         return name
-    found = (key for key in Schema(RunConfig, None).keys() if key.rpartition(".")[2] == name)  # noqa: SIM118
-    return next(found, f"params.{name}")
+    keys = Schema(RunConfig, None).keys()
+    return next((key for key in keys if key.rpartition(".")[2].rstrip("s") == name.rstrip("s")), f"params.{name}")
 
 
 def _command_hint(name: str, ctx: Any) -> str:
