@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -87,7 +88,8 @@ class RanksTask:
         for rank in self.ranks:  # first, because Dask may release the key at any time
             self.host.register(self.key, rank.spec.key, rank.spec.config.failure.grace_s)
         port = self._store_port()
-        resources = HostResources(usable_cores(), offered_slots(self.worker)[0], self.host.interface)
+        uploaded = tuple(entry for entry in sys.path if entry.startswith(self.worker.local_directory))
+        resources = HostResources(usable_cores(), offered_slots(self.worker)[0], self.host.interface, uploaded)
         broken = [part for rank in self.ranks for part in rank.start(port, resources, self.woken)]
         for rank in self.ranks:
             self.host.stop_if_told(rank.spec.key)

@@ -59,7 +59,7 @@ DOORS = {
     ("__main__.py", "ddptrain.cli.main"),
     ("__main__.py", "ddptrain.cli.warm.client"),
     ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
-    ("api.py", "ddptrain.workloads.saved_model"),
+    ("api.py", "ddptrain.workloads.checkpoint"),
     ("api.py", "ddptrain.results"),  # a table of the run in notebooks
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
     ("run_handle.py", "ddptrain.driver"),

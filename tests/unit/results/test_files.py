@@ -20,7 +20,7 @@ from ddptrain.log import Log
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results import secure_files
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
-from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
+from ddptrain.results.errors import ResultsError, UnsafePath
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.metrics import MetricsReader
 from ddptrain.results.run_writer import RunWriter
@@ -60,14 +60,6 @@ def test_a_path_that_leaves_the_run_is_refused(writer: RunWriter, stage_file: St
     assert refused.value.exit_code == 1
     assert writer.layout.run_json.read_bytes() == before
     assert not os.listdir(writer.layout.artifacts_dir)
-
-
-def test_a_staged_link_is_not_followed(writer: RunWriter, stage_file: StageFile, tmp_path: Path) -> None:
-    event, source = stage_file("a", b"data")
-    link = tmp_path / "link"
-    link.symlink_to(source)
-    with pytest.raises(FileDamaged, match="symbolic link"):
-        writer.adopt_file(event, link)
 
 
 def no_links(*_: object, **__: object) -> None:

@@ -139,6 +139,7 @@ class Stage:
         self.tasks = {"ddptrain/r-1/1/0": SimpleNamespace(state="executing")}
         state = SimpleNamespace(tasks=self.tasks, total_resources={SLOT_RESOURCE: 2}, nthreads=2)
         worker = SimpleNamespace(name="w", address="tcp://127.0.0.1:1", state=state, plugins={}, nanny=None)
+        worker.local_directory = str(folder / "uploaded")
         worker.log_event = self._take
         self.worker = cast(Worker, worker)
         client = cast(RankServerClient, server)
