@@ -379,7 +379,6 @@ class Attempt:
             rank.finished = False
 
     def _record_end(self, rank: Rank) -> None:
-        """Record that a rank's process has ended, or is lost."""
         self.running -= 1
         ends = self.stopping or self.ordered
         stopped = rank.preempted or (ends and rank.fault is None and not rank.finished)

@@ -59,7 +59,6 @@ class RankServerClient:
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
     def _start(self, env: Mapping[str, str]) -> socket.socket:
-        """Start the server's process. Return the socket to it."""
         control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end, self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -177,7 +176,6 @@ class RankServerClient:
         self._control.close()
 
     def _next_report(self) -> bytes:
-        """Return the next report; empty at the end of the connection."""
         while True:
             try:
                 return self._control.recv(_MAX_REPORT_BYTES)

@@ -214,7 +214,6 @@ class _Rank:
         return []
 
     def _completed(self, port: int, resources: HostResources) -> RankSpec:
-        """Return the spec with the values that the worker adds."""
         spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
         if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))

@@ -249,7 +249,6 @@ class Display:
         return longest
 
     def _read(self, rank: int, tail: LogTail) -> int:
-        """Show the next piece of a log; return its size in bytes."""
         before = tail.offset
         with suppress(OSError):  # it can't be read now
             self._show_lines(rank, tail.read())
@@ -275,7 +274,6 @@ class Display:
             self._renderer.log(rank, lines)
 
     def _finish_log(self, rank: int, tail: LogTail) -> None:
-        """Show a log up to its present size."""
         with suppress(OSError):  # a rank that has printed nothing may have no log
             end = tail.path.stat().st_size
             while tail.offset < end and self._read(rank, tail) and not self._aborted.is_set():
