@@ -38,7 +38,8 @@ class RankSpool:
 
     def create(self) -> None:
         """Create the folder (mode 0700) and the empty files."""
-        self.staging.mkdir(parents=True, mode=0o700)
+        self.folder.mkdir(parents=True, mode=0o700)
+        self.staging.mkdir(mode=0o700)
         for path in (self.log, self.events):
             path.touch(mode=0o644, exist_ok=False)
 
