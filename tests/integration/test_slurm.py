@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished
 from tests.servers.slurmd import Slurm, slurm
+from tests.support.command import INSTALLED
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +72,20 @@ def test_cluster_is_a_job_that_trains_and_is_cancelled(run_cli: Cli, site: Slurm
 
     cluster(run_cli, site, "down", "dev")
     assert site.jobs() == "" and list((tmp_path / "shared").iterdir()) == []
+
+
+def test_driver_in_an_allocation_starts_its_workers_there(run_cli: Cli, site: Slurm) -> None:
+    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    config = run_cli.folder / "tell.yaml"
+    slurm_settings = {"ranks_per_node": 1, "setup": ["export MY_VALUE=there"]}
+    config.write_text(json.dumps({"workload": "work:tell", "cluster": {"slurm": slurm_settings}}))
+    # What the job asks for per task is not for the workers.
+    job = ("salloc", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--quiet", *INSTALLED)
+    trained = run_cli("train", config, "--run-id", "inside", env=site.env, program=job)
+    assert trained.rc == 0, trained.stderr
+    assert "[rank 0] sum 3 job True value there" in trained.stdout
+    assert "[rank 1] sum 3 job True value there" in trained.stdout
+    assert site.jobs() == "" and json.loads(cluster(run_cli, site, "status", "--json").stdout) == []
 
 
 def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:

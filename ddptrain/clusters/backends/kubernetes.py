@@ -107,15 +107,7 @@ class KubernetesBackend(Backend):
                 words, hopeless = _trouble(pod)
                 if hopeless:
                     return f"the pod {pod['metadata']['name']}: {words}"
-        running = processes.running(str(cluster.folder)) if cluster.of_role(_FORWARD) else set()
-        return next(
-            (
-                f"the {part.name} (pid {part.pid}) has ended"
-                for part in cluster.of_role(_FORWARD)
-                if part.pid not in running
-            ),
-            None,
-        )
+        return processes.ended(cluster.of_role(_FORWARD))
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the last lines of each pod, and why it does not run. Raises ClusterError."""

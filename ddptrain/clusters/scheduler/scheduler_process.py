@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The Dask scheduler of a cluster of ddptrain's.",
     )
     parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
-    parser.add_argument("--host", default="127.0.0.1", help="address or name to listen on (default: 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address or name; auto: that of the default route")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without a run; 0 is never (default)")
     parser.add_argument("--warm-driver", action="store_true", help="keep a process that forks drivers for commands")
@@ -119,7 +119,7 @@ async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
     dask.config.set(SCHEDULER_CONFIG)
     scheduler: Scheduler = await Scheduler(
         protocol="tls",
-        host=options.host,
+        host=_own_address() if options.host == "auto" else options.host,
         port=options.port,
         security=own_security(options.folder),
         dashboard=False,
@@ -127,6 +127,16 @@ async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
         local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
     )
     return scheduler
+
+
+def _own_address() -> str:
+    """Return the address of the interface with the default route: a host's name often resolves to 127.0.1.1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(("10.255.255.255", 1))
+        except OSError:
+            return socket.gethostname()
+        return str(way.getsockname()[0])
 
 
 def _card(scheduler: Scheduler) -> dict[str, Any]:
