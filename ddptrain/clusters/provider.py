@@ -19,12 +19,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DriverJob:
-    """A driver that a batch system starts: `ddptrain ARGUMENTS`, for the run of `folder`.
-
-    Its environment has VARIABLE, as "slurm 12 RUN_ID": the backend, the id of the job, the run.
-    """
-
-    VARIABLE: ClassVar[str] = "DDPTRAIN_JOB"
+    """A driver that a batch system starts: `ddptrain ARGUMENTS`, for the run of `folder`; its environment has JOB."""
 
     name: str
     run_id: str
@@ -98,14 +93,14 @@ class Backend(Protocol):
             "driver continue on this host without this shell"
         )
 
-    def job_state(self, config: ClusterConfig, job: str) -> str:
+    def job_state(self, job: str) -> str:
         """Return the state of a submitted job, as "PENDING (Resources)" or "RUNNING"; "" if it has ended or is ending.
 
         Raises ClusterError if the batch system can't be asked.
         """
         return ""
 
-    def cancel_job(self, config: ClusterConfig, job: str) -> None:
+    def cancel_job(self, job: str) -> None:
         """End a submitted job. Raises ClusterError."""
 
     def restart_job(self, job: str) -> None:

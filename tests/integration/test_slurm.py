@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,137 @@ def test_driver_in_an_allocation_starts_its_workers_there(run_cli: Cli, site: Sl
     assert "[rank 0] sum 3 job True value there" in trained.stdout
     assert "[rank 1] sum 3 job True value there" in trained.stdout
     assert site.jobs() == "" and json.loads(cluster(run_cli, site, "status", "--json").stdout) == []
+
+
+TRAINING = """
+import time
+import torch
+
+
+def train(ctx, steps=40, pause_s=0.0):
+    torch.manual_seed(5)
+    model = torch.nn.Linear(4, 1)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    found = ctx.resume(model=model, optimizer=optimizer)
+    for step in range(found.step + 1 if found else 1, steps + 1):
+        torch.manual_seed(100 * step + ctx.rank)
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        ctx.progress(step, steps)
+        ctx.log({"loss": loss.item()}, step=step)
+        time.sleep(pause_s)
+        ctx.checkpoint(model=model, optimizer=optimizer, step=step)
+    print("weights", model.weight.tolist(), flush=True)
+"""
+
+
+class Submitted:
+    """A configuration whose runs are submitted from here, the login node."""
+
+    def __init__(self, cli: Cli, site: Slurm, **settings: object) -> None:
+        self.cli, self.env = cli, site.env
+        (cli.folder / "work.py").write_text(TRAINING)
+        config = {"workload": "work:train", "name": "lines", "cluster": {"slurm": {"ranks_per_node": 1, **settings}}}
+        (cli.folder / "work.yaml").write_text(json.dumps(config))
+
+    def __call__(self, *args: str, rc: int = 0) -> Finished:
+        done = self.cli(*args, env=self.env)
+        assert done.rc == rc, done
+        return done
+
+    def run(self) -> Any:
+        """The only run, as `results list --json` has it."""
+        (run,) = json.loads(self("results", "list", "--json").stdout)
+        return run
+
+    def until(self, status: str, timeout_s: float = PATIENCE_S, **wanted: object) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while (run := self.run())["status"] != status or any(run[key] != value for key, value in wanted.items()):
+            assert time.monotonic() < deadline and run["status"] not in {"succeeded", "failed"} - {status}, run
+            time.sleep(0.2)
+        return run
+
+
+def test_submitted_run_goes_on_after_a_warning_until_somebody_stops_it(run_cli: Cli, site: Slurm) -> None:
+    site.call("scontrol", "update", "PartitionName=main", "State=DOWN")
+    login = Submitted(run_cli, site)
+    said = login("train", "work.yaml", "--submit", "--set", "params={steps: 10000, pause_s: 0.1}")
+    run_id, run = said.stdout.strip(), login.run()
+    (job,) = run["jobs"]
+    assert f"run {run_id} is queued as slurm job {job['id']}; follow it with" in said.stderr
+    assert (run["run_id"], run["status"], job["state"]) == (run_id, "queued", "PENDING (PartitionDown)")
+    table = login("results", "list").stdout
+    assert "queued" in table and f"slurm job {job['id']} is PENDING (PartitionDown)" in table
+    assert site.call("squeue", "--noheader", "--format=%j").strip() == "lines"
+    watching = run_cli.start("watch", run_id, env=site.env)
+    watching.wait_for("is PENDING (PartitionDown)")
+
+    site.call("scontrol", "update", "PartitionName=main", "State=UP")
+    login.until("running", waiting=False)
+    watching.wait_for("2/10000")
+    site.call("scancel", "--batch", "--signal=TERM", job["id"])  # as --signal=B:TERM@120 does
+    assert login.until("queued")["exit_code"] == 75
+    again = login.until("running", waiting=False)
+    assert [(each["id"], each["starts"]) for each in again["jobs"]] == [(job["id"], 2)]
+    assert f"{job['id']} (2 starts)" in login("results", "list").stdout
+    login.until("running", exit_code=None)
+    assert "stopped (saved)" in login("stop", run_id).stdout
+    assert watching.finish().rc == 75
+    assert login.run()["attempts"][-1]["resumed_from"] > 0
+    assert site.jobs() == ""
+
+
+def test_queued_run_is_stopped_with_its_job_and_one_whose_job_is_cancelled_has_failed(
+    run_cli: Cli, site: Slurm
+) -> None:
+    login = Submitted(run_cli, site, partition="closed")
+    login("train", "work.yaml", "--submit")
+    assert "stopped" in login("stop", "latest").stdout
+    assert site.jobs() == "" and login.run()["status"] == "cancelled"
+    login("train", "work.yaml", "--submit", "--resume", "latest")
+    _, second = login.run()["jobs"]
+    site.call("scancel", second["id"])
+    run = login.run()
+    assert run["status"] == "failed" and f"slurm job {second['id']} has ended without" in run["failure"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "path", "rc", "words"),
+    [
+        ({"slurm": {"partition": "nowhere"}}, "", 4, "partition"),
+        ({"slurm": {}}, "/nowhere", 4, "there is no sbatch here"),
+        ({"backend": "local"}, "", 2, "--submit is for cluster.backend slurm or kubernetes"),
+        ({"ssh": {"hosts": ["h"]}}, "", 2, "--submit is for cluster.backend slurm or kubernetes"),
+        ({"name": "dev"}, "", 2, "--detach"),
+    ],
+)
+def test_submit_that_is_not_possible_is_one_line_and_leaves_no_run(
+    run_cli: Cli, site: Slurm, cluster: dict[str, object], path: str, rc: int, words: str
+) -> None:
+    login = Submitted(run_cli, site)
+    (run_cli.folder / "work.yaml").write_text(json.dumps({"workload": "work:train", "cluster": cluster}))
+    login.env = {**site.env, **({"PATH": path} if path else {})}
+    said = login("train", "work.yaml", "--submit", rc=rc)
+    assert words in said.stderr and len(said.stderr.splitlines()) == 1
+    assert json.loads(login("results", "list", "--json").stdout) == [] and site.jobs() == ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_run_of_three_time_limits_has_the_weights_of_one_without(run_cli: Cli, site: Slurm) -> None:
+    login = Submitted(run_cli, site, nodes=2, time="1", directives=["--signal=B:TERM@25"])
+    login("train", "work.yaml", "--submit", "--set", "params={steps: 130, pause_s: 1.0}")
+    run = login.until("succeeded", 800)
+    (job,) = run["jobs"]
+    assert job["starts"] >= 3 and len(run["attempts"]) == job["starts"]
+    assert all(attempt["resumed_from"] for attempt in run["attempts"][1:])
+    whole = login("train", "work.yaml", "--set", "cluster={backend: local, ranks: 2}", "--set", "params.steps=130")
+    log = Path(run["run_dir"], "logs", "rank-0.log").read_text()
+    (weights,) = {line.partition("weights")[2] for line in whole.stdout.splitlines() if "weights" in line}
+    assert f"weights{weights}" in log
 
 
 def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:

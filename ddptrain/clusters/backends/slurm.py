@@ -25,6 +25,7 @@ from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
 from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.protocol.exec_env import JOB
 
 _COMMAND_S = 30.0
 _END_S = 40.0  # Slurm's own KillWait is 30 s
@@ -102,16 +103,16 @@ class SlurmBackend(Backend):
         nodes, slots = _room(config, None)
         log, folder = driver.folder / "driver.log", os.getcwd()
         options = {"job-name": driver.name, "output": log, "chdir": folder, "requeue": "", "signal": _WARNING}
-        mark = f'export {driver.VARIABLE}="slurm $SLURM_JOB_ID {driver.run_id}"'
+        mark = f'export {JOB}="slurm $SLURM_JOB_ID {driver.run_id}"'
         command = shlex.join([sys.executable, "-P", "-m", "ddptrain", *driver.arguments])
         lines = [*_settings(config).setup, mark, f"exec {command}"]
         return _submitted(driver.folder / "job.sh", batch_script(config, nodes, slots, options, lines))
 
-    def job_state(self, config: ClusterConfig, job: str) -> str:
+    def job_state(self, job: str) -> str:
         """See Backend."""
         return _states("--jobs", job).get(job, "")
 
-    def cancel_job(self, config: ClusterConfig, job: str) -> None:
+    def cancel_job(self, job: str) -> None:
         """See Backend."""
         _call("scancel", job, passes=_OVER)
 
