@@ -342,7 +342,8 @@ class RunWriter:
     def enqueue(self, jobs: tuple[JobRecord, ...]) -> None:
         """Write that a driver of a later job will begin or continue the run, which has had these jobs."""
         self._finished = True
-        self.update(status=RunStatus.QUEUED, waiting=False, driver=DriverRecord(), jobs=jobs)
+        versions = self.last_versions if self._record.attempts else {}  # not those of this host
+        self.update(status=RunStatus.QUEUED, waiting=False, driver=DriverRecord(), jobs=jobs, versions=versions)
 
     def close(self) -> None:
         """Release the lock and the files; closing twice is harmless."""

@@ -36,6 +36,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def cancelled(site: Slurm, leak_guard: None) -> Iterator[None]:
+    """No test leaves a job to the next one."""
+    yield
+    site.call("scancel", "--me")
+
+
 def cluster(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
     done = cli.look(*args, env=site.env) if args[0] == "status" else cli("cluster", *args, env=site.env)
     assert done.rc == rc, done
@@ -157,7 +164,9 @@ def test_submitted_run_goes_on_after_a_warning_until_somebody_stops_it(run_cli: 
 
     site.call("scontrol", "update", "PartitionName=main", "State=UP")
     login.until("running", waiting=False)
-    watching.wait_for("2/10000")
+    watching.wait_for("training")
+    while not login.run()["checkpoints"]:
+        time.sleep(0.2)
     site.call("scancel", "--batch", "--signal=TERM", job["id"])  # as --signal=B:TERM@120 does
     assert login.until("queued")["exit_code"] == 75
     again = login.until("running", waiting=False)
