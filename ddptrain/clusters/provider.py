@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddptrain.errors import UsageError
 
@@ -19,12 +19,18 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DriverJob:
-    """A driver that a batch system starts: `ddptrain ARGUMENTS`, for the run of `folder`; its environment has JOB."""
+    """A driver that a batch system starts for the run of `folder`; its environment has JOB.
+
+    words: the command and its arguments as typed; the `options` follow its name. config: the configuration with all
+    changes, and with its secrets, for a host that does not have its file.
+    """
 
     name: str
     run_id: str
     folder: Path
-    arguments: Sequence[str]
+    words: Sequence[str]
+    options: Sequence[str]
+    config: Mapping[str, Any]
 
 
 class Cluster(Protocol):

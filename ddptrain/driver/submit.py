@@ -54,7 +54,8 @@ def submit(
         with writer:  # its driver takes the lock afterwards
             writer.enqueue(() if before is None else RunRecord.from_json(before).jobs)
         place = ["--runs-dir", str(folder.parent), "--run-id", folder.name, "--resume", "auto", "--output", "plain"]
-        driver = DriverJob(config.name, folder.name, folder, [*command[:1], *place, *command[1:]])
+        given = {"name": config.name, **config.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
+        driver = DriverJob(config.name, folder.name, folder, command, place, given)
         job = JobRecord(config.cluster.backend, _backend(config.cluster.backend).submit(config.cluster, driver))
     except BaseException:
         if before is None:

@@ -104,7 +104,8 @@ class SlurmBackend(Backend):
         log, folder = driver.folder / "driver.log", os.getcwd()
         options = {"job-name": driver.name, "output": log, "chdir": folder, "requeue": "", "signal": _WARNING}
         mark = f'export {JOB}="slurm $SLURM_JOB_ID {driver.run_id}"'
-        command = shlex.join([sys.executable, "-P", "-m", "ddptrain", *driver.arguments])
+        command, *words = driver.words
+        command = shlex.join([sys.executable, "-P", "-m", "ddptrain", command, *driver.options, *words])
         lines = [*_settings(config).setup, mark, f"exec {command}"]
         return _submitted(driver.folder / "job.sh", batch_script(config, nodes, slots, options, lines))
 
