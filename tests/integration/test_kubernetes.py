@@ -188,7 +188,10 @@ def test_submitted_run_is_a_job_that_goes_on_after_a_preemption_until_somebody_s
     assert {f"jobs {name}", f"secrets {name}"} <= set(left_in(kube))
     wait_until(lambda: run()["checkpoints"])
     (pod,) = [pod for pod in kube.objects("pods") if pod["metadata"]["name"].startswith(name)]
-    kube.node.pods[pod["metadata"]["name"]].process.send_signal(signal.SIGTERM)  # as a node that is drained does
+    assert isinstance(kube.node, Node)
+    process = kube.node.pods[pod["metadata"]["name"]].process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)  # as a node that is drained does
     wait_until(lambda: run()["jobs"][0]["starts"] == 2 and run()["world_size"])
     wait_until(lambda: run()["status"] == "running" and not run()["waiting"])
     assert run()["attempts"][-1]["resumed_from"] > 0

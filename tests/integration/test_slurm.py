@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,7 +145,9 @@ class Submitted:
     def until(self, status: str, timeout_s: float = PATIENCE_S, **wanted: object) -> Any:
         deadline = time.monotonic() + timeout_s
         while (run := self.run())["status"] != status or any(run[key] != value for key, value in wanted.items()):
-            assert time.monotonic() < deadline and run["status"] not in {"succeeded", "failed"} - {status}, run
+            assert time.monotonic() < deadline and run["status"] not in {"succeeded", "failed", "cancelled"} - {
+                status
+            }, run
             time.sleep(0.2)
         return run
 
@@ -215,18 +219,50 @@ def test_submit_that_is_not_possible_is_one_line_and_leaves_no_run(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_run_of_three_time_limits_has_the_weights_of_one_without(run_cli: Cli, site: Slurm) -> None:
-    login = Submitted(run_cli, site, nodes=2, time="1", directives=["--signal=B:TERM@25"])
-    login("train", "work.yaml", "--submit", "--set", "params={steps: 130, pause_s: 1.0}")
-    run = login.until("succeeded", 800)
+    login = Submitted(run_cli, site, nodes=2, time="2", directives=["--signal=B:TERM@15"])
+    login("train", "work.yaml", "--submit", "--set", "params={steps: 150, pause_s: 1.0}")
+    run = login.until("succeeded", 1500)
     (job,) = run["jobs"]
     assert job["starts"] >= 3 and len(run["attempts"]) == job["starts"]
     assert all(attempt["resumed_from"] for attempt in run["attempts"][1:])
-    whole = login("train", "work.yaml", "--set", "cluster={backend: local, ranks: 2}", "--set", "params.steps=130")
+    whole = login("train", "work.yaml", "--set", "cluster={backend: local, ranks: 2}", "--set", "params.steps=150")
     log = Path(run["run_dir"], "logs", "rank-0.log").read_text()
     (weights,) = {line.partition("weights")[2] for line in whole.stdout.splitlines() if "weights" in line}
     assert f"weights{weights}" in log
+
+
+# pyxis is a plugin of srun: this one takes its options, and starts the worker without a container.
+SRUN = """#!/bin/sh
+if [ "$1" = --help ]; then echo "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]"; exit; fi
+for word do
+    shift
+    case $word in --container-*) echo "$word" >>"$SEEN" ;; *) set -- "$@" "$word" ;; esac
+done
+exec {srun} "$@"
+"""
+
+
+def test_workers_run_in_containers_where_srun_has_pyxis(run_cli: Cli, site: Slurm) -> None:
+    (run_cli.folder / "work.py").write_text(WORKLOAD)
+    settings = {"ranks_per_node": 1, "container_image": "image:1", "container_mounts": ["/data:/data:ro"]}
+    settings |= {"python": sys.executable, "folder": str(run_cli.folder / "shared")}
+    config = run_cli.folder / "tell.yaml"
+    config.write_text(json.dumps({"workload": "work:tell", "cluster": {"slurm": settings}}))
+    refused = run_cli("train", config, env=site.env)
+    assert refused.rc == 4 and "needs Slurm's plugin pyxis" in refused.stderr
+
+    program, seen = run_cli.folder / "bin" / "srun", run_cli.folder / "seen"
+    program.parent.mkdir()
+    program.write_text(SRUN.format(srun=shutil.which("srun", path=site.env["PATH"])))
+    program.chmod(0o755)
+    env = {**site.env, "PATH": f"{program.parent}:{site.env['PATH']}", "SEEN": str(seen)}
+    trained = run_cli("train", config, env=env)
+    assert trained.rc == 0, trained.stderr
+    image, mounts = seen.read_text().splitlines()
+    assert image == "--container-image=image:1"
+    assert mounts.startswith(f"--container-mounts={run_cli.folder / 'shared'}/") and mounts.endswith(",/data:/data:ro")
 
 
 def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:
