@@ -228,7 +228,7 @@ def test_run_of_three_time_limits_has_the_weights_of_one_without(run_cli: Cli, s
     assert job["starts"] >= 3 and len(run["attempts"]) == job["starts"]
     assert all(attempt["resumed_from"] for attempt in run["attempts"][1:])
     whole = login("train", "work.yaml", "--set", "cluster={backend: local, ranks: 2}", "--set", "params.steps=150")
-    log = Path(run["run_dir"], "logs", "rank-0.log").read_text()
+    log = (run_cli.folder / run["run_dir"] / "logs" / "rank-0.log").read_text()
     (weights,) = {line.partition("weights")[2] for line in whole.stdout.splitlines() if "weights" in line}
     assert f"weights{weights}" in log
 
