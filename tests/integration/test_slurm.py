@@ -219,6 +219,25 @@ def test_submit_that_is_not_possible_is_one_line_and_leaves_no_run(
 
 
 @pytest.mark.long
+def test_job_that_is_cancelled_or_fails_is_not_queued_again(run_cli: Cli, site: Slurm) -> None:
+    login = Submitted(run_cli, site)
+    login("train", "work.yaml", "--submit", "--set", "params={steps: 10000, pause_s: 0.1}")
+    while not (run := login.run())["checkpoints"]:
+        time.sleep(0.2)
+    site.call("scancel", run["jobs"][0]["id"])
+    while (run := login.run())["status"] == "running" or site.jobs():  # Slurm ends the workers at once
+        time.sleep(0.2)
+    assert run["status"] in {"preempted", "cancelled", "failed"}
+    (run_cli.folder / "work.py").write_text("def train(ctx, steps=1, pause_s=1.0):\n    raise ValueError('mine')\n")
+    login("train", "work.yaml", "--submit", "--resume", "latest", "--allow-changes")
+    failed = login.until("failed")
+    assert "mine" in failed["failure"]["message"] and [job["starts"] for job in failed["jobs"]] == [1, 1]
+    while site.jobs():
+        time.sleep(0.2)
+    assert login.run()["status"] == "failed"
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_run_of_three_time_limits_has_the_weights_of_one_without(run_cli: Cli, site: Slurm) -> None:
     login = Submitted(run_cli, site, nodes=2, time="2", directives=["--signal=B:TERM@15"])

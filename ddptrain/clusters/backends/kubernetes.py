@@ -108,11 +108,10 @@ class KubernetesBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return why a pod will never run, or has failed, or that the port-forward has ended; else None."""
-        for objects in cluster.of_role("objects"):
-            for pod in _pods(objects):
-                words, hopeless = _trouble(pod)
-                if hopeless:
-                    return f"the pod {pod['metadata']['name']}: {words}"
+        for pod in (pod for objects in cluster.of_role("objects") for pod in _pods(objects)):
+            words, hopeless = _trouble(pod)
+            if hopeless:
+                return f"the pod {pod['metadata']['name']}: {words}"
         return processes.ended(cluster.of_role(_FORWARD))
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
