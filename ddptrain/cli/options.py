@@ -110,6 +110,12 @@ DryRunOption = Annotated[
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
+SubmitOption = Annotated[
+    bool,
+    typer.Option(
+        "--submit", help="Return when the run is in the queue of Slurm or Kubernetes, whose job runs it to its end."
+    ),
+]
 AllRanksOption = Annotated[
     bool,
     typer.Option(

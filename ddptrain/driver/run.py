@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
+from ddptrain.clusters.backends.local import LocalResources, crowding, local_resources
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
+from ddptrain.driver.cluster_session import SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, summary
@@ -43,11 +44,11 @@ from ddptrain.driver.run_end import (
 from ddptrain.driver.tracking.setup import TrackingSetup, check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.errors import ClusterError, DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log, set_context
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.exec_env import JOB, without_working_directory
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.errors import ResultsError
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.workers import Workers
     from ddptrain.protocol.rank_spec import RankSpec
+    from ddptrain.results.run_record import JobRecord
 
 
 _log = Log(__name__)
@@ -355,7 +357,7 @@ class Run:
 
     def _resumed(self) -> VerifiedCheckpoint | None:
         """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
-        if self.choice is None or self.choice.folder is None:
+        if self.choice is None or self.choice.folder is None or not self.writer.record.attempts:
             return None
         with self.signals.interrupting():
             checkpoint = newest_verified(self.writer.layout, lambda text: self.recorder.show(text, "warning"))
@@ -443,6 +445,14 @@ class Run:
         Return another run_end if a run that succeeded could not be stored.
         """
         run_end = self._flushed(name_stop_command(run_end) if self.signals.asked else run_end)
+        job = None
+        if run_end.status == RunStatus.PREEMPTED and JOB in os.environ:
+            from ddptrain.driver.submit import job_to_restart
+
+            if (job := job_to_restart(self.writer.run_id, run_end.failure, self.recorder.warn)) is not None:
+                run_end = dataclasses.replace(
+                    run_end, status=RunStatus.QUEUED, more=f"; {job.description} starts again"
+                )
         _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.line or None)
         view = self._finish(run_end)
         if (kept := self._flushed(run_end)) is not run_end:
@@ -453,7 +463,19 @@ class Run:
         for observer in self.observers:
             observer.on_end(view)
             self.ended = True  # the first one is the display
+        if job is not None:
+            self._restart(job, run_end)
         return run_end
+
+    def _restart(self, job: JobRecord, run_end: RunEnd) -> None:
+        """Have the job of this driver started again: the run is in the queue then."""
+        from ddptrain.driver.submit import restart
+
+        try:
+            restart(job)
+        except ClusterError as error:
+            self._warn(f"the run is not queued: {error}")
+            self.writer.update(status=RunStatus.PREEMPTED)
 
     def _finish(self, run_end: RunEnd) -> RecordedRun:
         """Write the end of the run, the use of its time, and the last event; return the run."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 
 from ddptrain.clusters import processes
 from ddptrain.clusters.processes import PYTHON
@@ -28,11 +29,18 @@ class LocalBackend(Backend):
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Start scheduler and worker. Raises ClusterError."""
-        slots, gpus = _room(cluster.config)
+        room = local_resources(cluster.config, os.environ)
         cluster.workers = 1
         folder = cluster.folder
-        worker = ["-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json", "--slots", str(slots)]
-        worker += ["--gpus", ",".join(gpus) or "none", "--scratch", f"{folder}/scratch", "--name", socket.gethostname()]
+        worker = ["-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json", "--slots", str(room.ranks)]
+        worker += [
+            "--gpus",
+            ",".join(room.gpus) or "none",
+            "--scratch",
+            f"{folder}/scratch",
+            "--name",
+            socket.gethostname(),
+        ]
         worker += ["--host", _LOOPBACK, "--tls-dir", str(folder)]
         # The worker first: its rank server imports torch while the scheduler starts.
         yield _started(cluster, "worker", worker)
@@ -41,10 +49,7 @@ class LocalBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended, or None."""
-        running = processes.running(str(cluster.folder))
-        return next(
-            (f"the {part.name} (pid {part.pid}) has ended" for part in cluster.parts if part.pid not in running), None
-        )
+        return processes.ended(cluster.parts)
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler and worker; a worker logs only what goes wrong."""
@@ -62,21 +67,41 @@ def _started(cluster: ClusterRecord, role: str, arguments: list[str]) -> Part:
     return Part(role=role, host=socket.gethostname(), id=folder, log=f"{folder}/{role}.log", pid=pid)
 
 
-def _room(config: ClusterConfig) -> tuple[int, tuple[str, ...]]:
-    """Return the number of slots of the worker, and its GPUs. Raises ClusterError if this machine has fewer GPUs."""
-    present = () if config.gpus == 0 else visible_gpus(os.environ)
-    wanted = len(present) if config.gpus == "auto" else config.gpus
+# --- the slots and GPUs of this machine; also for the embedded cluster of a run ---
+
+
+@dataclass(frozen=True, slots=True)
+class LocalResources:
+    """The number of slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each slot, none on the CPU."""
+
+    ranks: int
+    gpus: tuple[str, ...]
+
+
+def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> LocalResources:
+    """Return ranks and GPUs for a configuration. Raises ClusterError if there are fewer GPUs than it asks for."""
+    present = () if cluster.gpus == 0 else visible_gpus(environ)
+    wanted = len(present) if cluster.gpus == "auto" else int(cluster.gpus)
     if wanted > len(present):
         raise ClusterError(
             f"cluster.gpus is {wanted}, but this machine has {len(present)}: set it to auto, or to 0 for the CPU"
         )
-    gpus = present[:wanted]
-    count = config.slots or default_slots(gpus)
-    if isinstance(config.ranks, RankRange) and gpus:
-        count = max(config.ranks.min, min(config.ranks.max, len(gpus)))
-    if gpus and count > len(gpus):
+    if isinstance(cluster.ranks, RankRange):
+        ranks = max(cluster.ranks.min, min(cluster.ranks.max, wanted or cluster.ranks.max))
+    else:
+        ranks = cluster.slots or default_slots(present[:wanted])
+    if wanted and ranks > wanted:
         raise ClusterError(
-            f"{count} slots are asked for, but there are {len(gpus)} GPUs, one a slot: ask for fewer, or set "
-            "cluster.gpus to 0 for slots on the CPU"
+            f"cluster.ranks is {ranks}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set "
+            "cluster.gpus to 0 to train on the CPU"
         )
-    return count, gpus
+    return LocalResources(ranks, present[: min(ranks, wanted)])
+
+
+def crowding(resources: LocalResources, cores: int) -> str:
+    """Return a warning about more ranks on the CPU than the default and than cores, or ""."""
+    most = max(default_slots(()), cores)
+    if resources.gpus or resources.ranks <= most:
+        return ""
+    shared = "share 1 core" if cores == 1 else f"share {cores} cores"
+    return f"{resources.ranks} ranks {shared}: their start and each step take longer; --ranks {most} may be faster"
