@@ -13,11 +13,9 @@ from ddptrain.cli.main import main
 from ddptrain.clusters import record as records
 from ddptrain.clusters.backends import local as local_resources
 from ddptrain.clusters.backends.local import LocalResources
-from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.driver.cluster_session import cluster_for
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import HostId
 
