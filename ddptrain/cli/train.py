@@ -87,8 +87,10 @@ def start(
     if dry_run:
         from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.cluster_session import check_cluster
+        from ddptrain.driver.transfer.environment import environment_of
 
         check_workload(resolved)
+        environment_of(resolved)
         start = check_cluster(resolved.config.cluster, say)
         write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()

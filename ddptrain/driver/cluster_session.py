@@ -29,14 +29,17 @@ if TYPE_CHECKING:
 _APPEAR_S = 5.0  # time for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
 
 
-def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell) -> Cluster:
+def cluster_for(
+    config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell, rank_python: str = ""
+) -> Cluster:
     """Return the cluster that a configuration names, which is not started yet.
 
-    `machine` are the resources of the embedded cluster, None for other clusters.
+    `machine` are the resources of the embedded cluster, None for other clusters; `rank_python` is that of an
+    environment that is installed here.
     """
     if machine is not None:
         environ = without_working_directory(os.environ) if is_built_in(config.workload) else os.environ
-        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ)
+        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ, rank_python)
     if config.cluster.is_attached:
         return AttachedCluster(config.cluster)
     if config.cluster.class_name:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
@@ -41,6 +42,7 @@ from ddptrain.driver.run_end import (
     name_stop_command,
 )
 from ddptrain.driver.tracking.setup import TrackingSetup, check_trackers
+from ddptrain.driver.transfer.environment import Environment, environment_of
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
@@ -59,6 +61,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, open_runs_dir
 from ddptrain.results.time_use import time_use, timed_events
 from ddptrain.sanitize import sanitized
+from ddptrain.worker.environment import python_of
 
 if TYPE_CHECKING:
     from ddptrain.driver.connect import Session
@@ -98,6 +101,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config, shared, plan = resolved.config, options.shared, options.evaluation
     prepared_by = plan.prepare if plan is not None else _prepared_by(config)
     check_trackers(config)
+    environment = environment_of(resolved)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
@@ -132,7 +136,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         writer.save_git_diff()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
-        return Run(resolved, options, choice, machine, writer, inputs, inbox, signals).run()
+        return Run(resolved, options, choice, machine, environment, writer, inputs, inbox, signals).run()
 
 
 def _opened(options: LaunchOptions, layout: RunLayout, reason: str, *, done: bool) -> None:
@@ -173,6 +177,7 @@ class Run:
     options: LaunchOptions
     choice: Choice | None
     machine: LocalResources | None
+    environment: Environment | None
     writer: RunWriter
     inputs: RunInputs
     inbox: Inbox
@@ -199,8 +204,9 @@ class Run:
         self.nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.nan)
+        python = python_of(self.environment.digest) if self.environment is not None else ""
         self.cluster: Cluster = (
-            cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show)
+            cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show, python)
             if shared is None
             else shared.cluster
         )
@@ -306,6 +312,8 @@ class Run:
             self.writer.go_on_from(checkpoint, policy)
             tracking.go_on_from(checkpoint)
             with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
+                if self.environment is not None:
+                    self.environment.install(workers, places, self.config.env, self.recorder)
                 built = specs.build(number, places, checkpoint)
             workers.give(built, places)
             self._record_start(checkpoint, len(places))
@@ -371,7 +379,7 @@ class Run:
 
         target, slots = session.target, self.machine.ranks if self.machine is not None else None
         hooks = WaitHooks(
-            check=(lambda addresses: check_cluster(session.client, addresses)) if target.foreign else None,
+            check=partial(check_cluster, session.client, own=self.environment is not None) if target.foreign else None,
             worker_fault=worker_fault,
             last_words=self.cluster.last_words,
             tell=self.recorder.status,

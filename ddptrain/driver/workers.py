@@ -27,7 +27,7 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
-from ddptrain.errors import ClusterError, one_line
+from ddptrain.errors import ClusterError, UsageError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
@@ -379,7 +379,10 @@ class Workers:
             self.client.cancel(futures, force=True)
 
     def ask(self, workers: Sequence[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
-        """Call a function on these workers; return the answers by worker. Raises ClusterError, which names a worker."""
+        """Call a function on these workers; return the answers by worker.
+
+        Raises ClusterError, which names a worker, and the first UsageError of a worker.
+        """
         try:
             answers = dict(self.client.run(function, *arguments, workers=list(workers), on_error="return"))
         except ClusterError:
@@ -387,6 +390,8 @@ class Workers:
         except Exception as error:  # Dask raises any type if the scheduler has ended
             answers = {", ".join(workers): error}
         for worker, answer in answers.items():
+            if isinstance(answer, UsageError):
+                raise answer
             if isinstance(answer, Exception):
                 raise ClusterError(f"{worker}: {answer}") from answer
         return answers

@@ -28,7 +28,7 @@ from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import key_prefix
-from ddptrain.worker import spool, stack_reports
+from ddptrain.worker import environment, spool, stack_reports
 from ddptrain.worker.rank_host import attach, offered_slots, own_host, rank_host
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
@@ -71,11 +71,12 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
     with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
-            if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
+            server = host.server_of(key)
+            if command is Command.STACKS and (pid := server.pid_of(key)) is not None:
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
                 stack_reports.report_stacks(files, pid, attempt, rank)
-            host.server.send_command(key, command)
+            server.send_command(key, command)
 
 
 async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
@@ -176,6 +177,28 @@ def _unpack(archive: Path, code: str) -> str:
             if not folder.is_dir():  # else another worker was faster
                 raise ClusterError(f"cannot unpack the uploaded code into {folder}: {error}") from error
     return str(folder)
+
+
+async def use_environment(
+    run_id: str, digest: str, files: dict[str, str], variables: dict[str, str], dask_worker: Worker
+) -> str:
+    """Start the ranks of the run from the environment of that digest, which is installed here if `files` are given.
+
+    files: its files by name. variables: for uv, beside the worker's environment. Return its Python; "" if it is not
+    installed. Raises UsageError, ClusterError.
+    """
+    host = rank_host(dask_worker, run_id)
+
+    def use() -> str:
+        found = environment.hold(digest)
+        if found is None and files:
+            environment.install(digest, files, {**host.environ, **variables})
+            found = environment.hold(digest)
+        if found is not None:
+            host.use_python(run_id, *found)
+        return found[0] if found is not None else ""
+
+    return await asyncio.to_thread(use)
 
 
 async def read_clock() -> float:

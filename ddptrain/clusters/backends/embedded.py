@@ -30,7 +30,11 @@ _WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean
 class EmbeddedCluster(Cluster):
     """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. All of it ends with the driver."""
 
-    def __init__(self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str], rank_python: str = ""
+    ) -> None:
+        """rank_python: that of an installed environment; "" if the ranks start from the driver's own Python."""
+        self.rank_python = rank_python or sys.executable
         self.slots = slots
         self.gpus = gpus
         self.scratch = scratch
@@ -45,7 +49,7 @@ class EmbeddedCluster(Cluster):
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
         scratch = self.scratch.resolve()
-        command += ["--gpus", ",".join(self.gpus), "--tls-dir", str(scratch)]
+        command += ["--gpus", ",".join(self.gpus), "--tls-dir", str(scratch), "--rank-python", self.rank_python]
         command += ["--scratch", str(scratch / "worker")]  # a worker deletes it when it ends: it is not that of the key
         with self.worker_log.open("ab") as log:
             self._worker = subprocess.Popen(
