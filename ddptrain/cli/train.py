@@ -31,6 +31,7 @@ def train(
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
+    wait: opt.WaitOption = None,
     run_id: opt.RunIdOption = None,
     resume: opt.ResumeOption = None,
     allow_changes: opt.AllowChangesOption = False,
@@ -50,7 +51,7 @@ def train(
         ddptrain train train.yaml --resume auto
         ddptrain train train.yaml --dry-run
     """
-    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
+    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir, wait)
     with reporting_of(config, report) as reporting:
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
         from ddptrain.driver.run import LaunchOptions

@@ -383,11 +383,16 @@ class Run:
             worker_fault=worker_fault,
             last_words=self.cluster.last_words,
             tell=self.recorder.status,
+            queued=lambda queued: self.writer.update(queued=queued),
             cluster=target.name,
             fixed=target.fixed,
         )
-        with self.signals.interrupting():
-            places = workers.reserve(request_for(self.config, slots), hooks)
+        try:
+            with self.signals.interrupting():
+                places = workers.reserve(request_for(self.config, slots), hooks)
+        finally:
+            if self.writer.record.queued is not None:
+                self.writer.update(queued=None)
         shows = self.options.shows or (lambda local_rank: True)
         hidden = {place.rank for place in places if not shows(place.placement.local_rank)}
         self.recorder.ranks(len(places), self.log_sizes, hidden)

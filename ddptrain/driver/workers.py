@@ -130,6 +130,7 @@ class Workers:
                 in_line=request.wait_s > 0,
                 without=sorted(self._avoided),
                 lost_after_s=self._cluster_limit_s,
+                priority=request.priority,
             )
         except OSError as error:  # what Dask raises if the scheduler went while we waited
             text = f"the Dask scheduler has ended, or the network to it is down: {self._address} ({error})"

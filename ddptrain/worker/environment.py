@@ -35,6 +35,7 @@ from ddptrain.version import __version__
 LOCK_FILE, REQUIREMENTS = "uv.lock", "requirements.txt"  # one of them is among the files of an environment
 _KEPT = 5  # environments: one with torch has some GB, most of them hard links to files of uv's own cache
 _LINES = 15  # of uv's output in an error
+_STALE = ("needs to be updated", "No solution found")  # uv resolves only what a lock file does not fit
 _UNFINISHED = "new-"
 _VERSION_OF = "import ddptrain.version as v; print(v.__version__)"
 
@@ -172,7 +173,7 @@ def _uv(folder: Path, *arguments: str) -> None:
     if done.returncode == 0:
         return
     lines = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_LINES:])
-    if "--locked" in arguments and "needs to be updated" in lines:
+    if "--locked" in arguments and any(text in lines for text in _STALE):
         raise UsageError(f"uv.lock does not fit pyproject.toml any more: run `uv lock` beside it\n{lines}")
     words = " ".join(arguments[: 2 if arguments[0] == "pip" else 1])
     raise ClusterError(f"`uv {words}` failed with exit code {done.returncode}; its last lines:\n{lines}")

@@ -126,7 +126,8 @@ class RankHost(WorkerPlugin):
 
     def server_of(self, key: str) -> RankServerClient:
         """Return the rank server of the run to which the key of a rank or a store belongs."""
-        return self._others.get(self._python_of.get(key.split("/")[1], ""), self.server)
+        run_id = key.removeprefix("ddptrain/").partition("/")[0]
+        return self._others.get(self._python_of.get(run_id, ""), self.server)
 
     def replace_lost_server(self) -> None:
         """Start another rank server if the current one has died, so that new runs can use this worker."""

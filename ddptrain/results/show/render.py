@@ -35,6 +35,7 @@ HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
 _STATUS_STYLE = {
     RunStatus.RUNNING: "cyan",
     RunStatus.WAITING: "cyan",
+    RunStatus.QUEUED: "cyan",
     RunStatus.SUCCEEDED: "green",
     RunStatus.FAILED: "red",
     RunStatus.UNREADABLE: "red",
@@ -86,6 +87,8 @@ def _result(view: Run) -> str:
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         return _short(rank + record.failure.summary)
+    if view.is_running and record.queued is not None:
+        return record.queued.description
     if view.is_running and record.progress is not None and record.progress.share:
         return ", ".join(filter(None, (record.progress.share, _eta(record.progress), *_loss(record))))
     if record.best is not None:
