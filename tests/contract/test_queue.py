@@ -13,10 +13,17 @@ from tests.contract.conftest import Project
 from tests.support.command import Running
 
 HOLD = """
-    import os, time
+    import fcntl, os, signal, time
 
 
-    def train(ctx, until):
+    def train(ctx, until, slow_s=0.0):
+        def slowly(*_):
+            time.sleep(slow_s)
+            os._exit(1)
+
+        signal.signal(signal.SIGTERM, slowly)
+        lock = open(f"slot-{ctx.local_rank if ctx.world_size == 2 else ctx.run_id}", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if two ranks are in one slot
         print("holding", flush=True)
         while not os.path.exists(until):
             time.sleep(0.02)
@@ -31,14 +38,14 @@ class Box:
         project.write("work.py", HOLD)
         project("cluster", "up", "--name", "box", "--ranks", "2", "--gpus", "0", rc=0)
 
-    def train(self, name: str, *options: str, ranks: int = 2) -> Running:
-        params = {"until": str(self.project.folder / f"{name}-may-end")}
+    def train(self, name: str, *options: str, ranks: int = 2, slow_s: float = 0.0) -> Running:
+        params = {"until": str(self.project.folder / f"{name}-may-end"), "slow_s": slow_s}
         self.project.write(f"{name}.yaml", json.dumps({"workload": "work:train", "params": params}))
         where = ("--cluster", "box", "--ranks", str(ranks), "--run-id", name)
         return self.project.start("train", f"{name}.yaml", *where, *options)
 
-    def holder(self, name: str, ranks: int = 2) -> Running:
-        run = self.train(name, ranks=ranks)
+    def holder(self, name: str, ranks: int = 2, slow_s: float = 0.0) -> Running:
+        run = self.train(name, ranks=ranks, slow_s=slow_s)
         run.wait_for("holding")
         return run
 
@@ -105,6 +112,27 @@ def test_time_in_line_ends_with_4_and_a_wrong_one_names_the_option(box: Box) -> 
     first = box.holder("first")
     late = box.train("late", "--wait", "2s").finish()
     assert late.rc == 4 and "0 of 2 are free after 2 s, held by first (2 slots since" in late.stderr
+    refused = box.train("refused").finish()
+    assert refused.rc == 4 and "held by first" in refused.stderr and "--wait" in refused.stderr
     wrong = box.train("wrong", "--wait", "soon").finish()
     assert wrong.rc == 2 and "--wait soon" in wrong.stderr
     box.let_end(first, "first")
+
+
+def test_slots_of_a_killed_driver_are_free_but_no_slot_has_two_ranks(box: Box) -> None:
+    """The ranks of the killed driver take their time; those that follow wait for their end on the worker."""
+    killed = box.holder("killed", slow_s=1.5)
+    following = box.train("following", "--wait", "1h")
+    following.wait_for("number 1 in line")
+    killed.kill_group()
+    following.wait_for("holding")
+    box.let_end(following, "following")
+
+
+@pytest.mark.long
+def test_two_runs_at_once_have_slots_of_their_own(box: Box) -> None:
+    runs = {name: box.holder(name, ranks=1) for name in ("one", "two")}
+    (status,) = json.loads(box.project("cluster", "status", "--json", rc=0).stdout)
+    assert (len(status["runs"]), status["free"]) == (2, 0)
+    for name, run in runs.items():
+        box.let_end(run, name)
