@@ -13,13 +13,14 @@ import json
 import os
 import queue
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
+from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
@@ -244,6 +245,7 @@ class Run:
                 stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
             if shared is None:
+                self._wait_for_room()
                 self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
             prepared = plan.request if plan is not None else self.config.params
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
@@ -268,6 +270,28 @@ class Run:
                 workers.subscribe()
                 self.inputs.wait(self.recorder.show)
             return self._run_attempts(session, workers)
+
+    def _wait_for_room(self) -> None:
+        """Wait until other runs leave enough slots of this machine, if the run waits for them. Raises ClusterError."""
+        if not (isinstance(self.cluster, EmbeddedCluster) and self.config.cluster.wait_s):
+            return
+        from ddptrain.driver.reservation import SlotQueue, WaitHooks, request_for
+
+        hooks = WaitHooks(self.recorder.status, lambda queued: self.writer.update(queued=queued))
+        with self._in_line():
+            queue = SlotQueue(request_for(self.config, self.cluster.slots), hooks)
+            while (refusal := self.cluster.wait_for_room(self.config.cluster.priority)) is not None:
+                queue.wait(refusal)
+
+    @contextmanager
+    def _in_line(self) -> Iterator[None]:
+        """A wait that signals interrupt; after it the run is not queued."""
+        try:
+            with self.signals.interrupting():
+                yield
+        finally:
+            if self.writer.record.queued is not None:
+                self.writer.update(queued=None)
 
     def _show_start(self) -> None:
         if self.options.evaluation is not None:
@@ -387,12 +411,8 @@ class Run:
             cluster=target.name,
             fixed=target.fixed,
         )
-        try:
-            with self.signals.interrupting():
-                places = workers.reserve(request_for(self.config, slots), hooks)
-        finally:
-            if self.writer.record.queued is not None:
-                self.writer.update(queued=None)
+        with self._in_line():
+            places = workers.reserve(request_for(self.config, slots), hooks)
         shows = self.options.shows or (lambda local_rank: True)
         hidden = {place.rank for place in places if not shows(place.placement.local_rank)}
         self.recorder.ranks(len(places), self.log_sizes, hidden)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.conftest import Project
+from tests.contract.conftest import INSTALLED, Project
 from tests.support.command import Running
 
 HOLD = """
@@ -117,6 +118,34 @@ def test_time_in_line_ends_with_4_and_a_wrong_one_names_the_option(box: Box) -> 
     wrong = box.train("wrong", "--wait", "soon").finish()
     assert wrong.rc == 2 and "--wait soon" in wrong.stderr
     box.let_end(first, "first")
+
+
+def test_runs_without_a_cluster_wait_for_the_slots_of_the_machine(project: Project) -> None:
+    project.write("work.py", HOLD)
+
+    def train(name: str, *options: str) -> Running:
+        params = {"until": str(project.folder / f"{name}-may-end")}
+        project.write(f"{name}.yaml", json.dumps({"workload": "work:train", "params": params, "cluster": {"gpus": 0}}))
+        two_slots = ("taskset", "-c", str(min(os.sched_getaffinity(0))), *INSTALLED)
+        where = ("train", f"{name}.yaml", "--run-id", name, "--ranks", "1")
+        return project.cli.start(*where, *options, program=two_slots)
+
+    first, second = train("first"), train("second")
+    for run in (first, second):
+        run.wait_for("holding")
+    refused = train("late", "--wait", "1.5s").finish()
+    assert refused.rc == 4 and "0 of 2 are free" in refused.stderr and "second (1 slot since" in refused.stderr
+    low = train("low", "--wait", "1h")
+    low.wait_for("number 1 in line, held by")
+    high = train("high", "--wait", "1h", "--set", "cluster.priority=1")
+    low.wait_for("number 2 in line")
+    first.kill_group()
+    high.wait_for("holding")
+    low.popen.terminate()
+    assert low.finish().rc == 143
+    for name in ("second", "high"):
+        (project.folder / f"{name}-may-end").touch()
+    assert (second.finish().rc, high.finish().rc) == (0, 0)
 
 
 def test_slots_of_a_killed_driver_are_free_but_no_slot_has_two_ranks(box: Box) -> None:
