@@ -69,7 +69,7 @@ WaitOption = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Wait in line for free slots of the cluster, as 2h or 90m, instead of failing at once (cluster.wait_s).",
+        help="Wait in line for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
     ),
 ]
 RunsDirOption = Annotated[

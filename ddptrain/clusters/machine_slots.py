@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from platformdirs import user_state_path
 
 from ddptrain.file_ops import CREATE, make_private, open_regular, try_lock, wait_for_lock, write_all
-from ddptrain.gpus import default_slots, usable_cores, visible_gpus
+from ddptrain.gpus import default_slots, usable_cores
 
 if TYPE_CHECKING:
     from ddptrain.clusters.scheduler.slots import Refusal
@@ -46,7 +46,10 @@ class Claim:
 class MachineSlots:
     """The claim of one run."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, present: Sequence[str]) -> None:
+        """present: the GPUs of this machine that the run may use; none for a run on the CPU."""
+        self._present = present
+        self._total = len(present) or max(default_slots(()), usable_cores())
         self._folder = user_state_path("ddptrain", appauthor=False) / "machine" / socket.gethostname()
         self._run_id = run_id
         self._path = (
@@ -56,27 +59,25 @@ class MachineSlots:
         self._file = -1
 
     def claim(
-        self, count: int, gpus: tuple[str, ...], environ: Mapping[str, str], priority: int = 0, *, in_line: bool
+        self, count: int, gpus: tuple[str, ...], priority: int = 0, *, in_line: bool
     ) -> tuple[str, ...] | Refusal:
         """Return the GPUs of the run once it holds its slots, or, with `in_line`, why it has to wait.
 
         gpus: those that it gets if no other run holds them, or if the free ones are too few and it does not wait; ()
         for slots on the CPU. A run that needs more than the machine has waits until it has all. Raises OSError.
         """
-        present = visible_gpus(environ) if gpus else ()
-        total = len(present) if gpus else max(default_slots(()), usable_cores())
         own = Claim(self._run_id, count, gpus, priority, self._since)
         with self._locked():
             others = [each for each in self._others() if bool(each.gpus) == bool(gpus)]
             holding = [each for each in others if each.holds]
             taken = {gpu for each in holding for gpu in each.gpus}
-            left = [gpu for gpu in present if gpu not in taken]
-            free = len(left) if gpus else max(0, total - sum(each.count for each in holding))
+            left = [gpu for gpu in self._present if gpu not in taken]
+            free = len(left) if gpus else max(0, self._total - sum(each.count for each in holding))
             ahead = sum(each.order < own.order for each in others if not each.holds)
-            asked = min(count, total)
+            asked = min(count, self._total)
             if in_line and (ahead or free < asked):
                 self._write(own)
-                return self._refusal(asked, free, total, ahead + 1, holding)
+                return self._refusal(asked, free, ahead + 1, holding)
             chosen = tuple(left[:count]) if not taken.isdisjoint(gpus) and len(left) >= count else gpus
             self._write(replace(own, gpus=chosen, since=time.time(), holds=True))
             return chosen
@@ -124,9 +125,8 @@ class MachineSlots:
         os.lseek(self._file, 0, os.SEEK_SET)
         write_all(self._file, json.dumps(asdict(claim)).encode())
 
-    @staticmethod
-    def _refusal(asked: int, free: int, total: int, place: int, holding: list[Claim]) -> Refusal:
+    def _refusal(self, asked: int, free: int, place: int, holding: list[Claim]) -> Refusal:
         from ddptrain.clusters.scheduler.slots import Refusal  # imports Dask
 
         holders = tuple((each.run_id, each.count, each.since) for each in sorted(holding, key=lambda each: each.since))
-        return Refusal(asked, free, total, place, holders, {socket.gethostname(): total}, total)
+        return Refusal(asked, free, self._total, place, holders, {socket.gethostname(): self._total}, self._total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def cluster_for(
     """
     if machine is not None:
         environ = without_working_directory(os.environ) if is_built_in(config.workload) else os.environ
-        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ, rank_python)
+        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ, rank_python, machine.present)
     if config.cluster.is_attached:
         return AttachedCluster(config.cluster)
     if config.cluster.class_name:
@@ -92,10 +92,14 @@ class SharedRun:
 
 @dataclass(frozen=True, slots=True)
 class LocalResources:
-    """The number of slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each slot, none on the CPU."""
+    """The number of slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each slot, none on the CPU.
+
+    present: all GPUs from which they were chosen.
+    """
 
     ranks: int
     gpus: tuple[str, ...]
+    present: tuple[str, ...] = field(default=(), compare=False)
 
 
 def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> LocalResources:
@@ -107,17 +111,17 @@ def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> Local
             f"cluster.gpus is {wanted}, but this machine has {len(present)}: set it to auto, or to 0 for the CPU"
         )
     if cluster.ranks == "auto":
-        return LocalResources(default_slots(present[:wanted]), present[:wanted])
+        return LocalResources(default_slots(present[:wanted]), present[:wanted], present)
     if isinstance(cluster.ranks, RankRange):
         most = min(cluster.ranks.max, wanted) if wanted else cluster.ranks.max
-        return LocalResources(max(cluster.ranks.min, most), present[:most] if wanted else ())
+        return LocalResources(max(cluster.ranks.min, most), present[:most] if wanted else (), present if wanted else ())
     ranks = int(cluster.ranks)
     if wanted and ranks > wanted:
         raise ClusterError(
             f"cluster.ranks is {ranks}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set "
             "cluster.gpus to 0 to train on the CPU"
         )
-    return LocalResources(ranks, present[: ranks if wanted else 0])
+    return LocalResources(ranks, present[: ranks if wanted else 0], present if wanted else ())
 
 
 def crowding(resources: LocalResources, cores: int) -> str:

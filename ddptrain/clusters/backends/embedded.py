@@ -34,14 +34,21 @@ class EmbeddedCluster(Cluster):
     """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. All of it ends with the driver."""
 
     def __init__(
-        self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str], rank_python: str = ""
+        self,
+        slots: int,
+        gpus: tuple[str, ...],
+        scratch: Path,
+        environ: Mapping[str, str],
+        rank_python: str = "",
+        present: tuple[str, ...] = (),
     ) -> None:
         """scratch: a folder in that of the run, whose name others see who wait for the slots.
 
-        rank_python: that of an installed environment; "" if the ranks start from the driver's own Python.
+        rank_python: that of an installed environment; "" if the ranks start from the driver's own Python. present: the
+        GPUs from which those in use by other runs may be replaced.
         """
         self.rank_python = rank_python or sys.executable
-        self.room = MachineSlots(scratch.parent.name)
+        self.room = MachineSlots(scratch.parent.name, present or gpus)
         self.slots = slots
         self.gpus = gpus
         self.scratch = scratch
@@ -55,7 +62,7 @@ class EmbeddedCluster(Cluster):
     def wait_for_room(self, priority: int) -> Refusal | None:
         """Hold slots of this machine for the run, or return why it has to wait. Raises ClusterError."""
         try:
-            answer = self.room.claim(self.slots, self.gpus, self.environ, priority, in_line=True)
+            answer = self.room.claim(self.slots, self.gpus, priority, in_line=True)
         except OSError as error:
             raise ClusterError(f"the queue of this machine can't be used: {error}; set XDG_STATE_HOME") from error
         if not isinstance(answer, tuple):
@@ -68,7 +75,7 @@ class EmbeddedCluster(Cluster):
         if not self._has_room:
             self._has_room = True
             try:
-                gpus = self.room.claim(self.slots, self.gpus, self.environ, in_line=False)
+                gpus = self.room.claim(self.slots, self.gpus, in_line=False)
                 self.gpus = gpus if isinstance(gpus, tuple) else self.gpus
             except OSError as error:  # a run that waits does not see this one
                 _log.info("slots of this machine not claimed", error=error)

@@ -171,7 +171,8 @@ class ClusterConfig(Strict):
     )
     start_timeout_s: Seconds = Field(default=60.0, gt=0, description="Seconds that the cluster may take to start.")
     wait_s: Annotated[Duration, Field(ge=0)] = Field(
-        default=0.0, description="Seconds, or a time as 2h, to wait in line for free slots; 0 fails at once."
+        default=0.0,
+        description="Seconds, or a time as 2h, to wait in line for slots that other runs hold; 0 does not wait.",
     )
     priority: int = Field(
         default=0,
