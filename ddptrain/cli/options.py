@@ -69,7 +69,7 @@ WaitOption = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Wait in line for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
+        help="Wait for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
     ),
 ]
 RunsDirOption = Annotated[

@@ -148,7 +148,7 @@ class Workers:
             if isinstance(offer, ClusterError):
                 raise ClusterError(f"the worker {worker} can't be used: {offer}")
             if not isinstance(offer, Exception):
-                offers[worker] = offer["slots"], offer["gpus"]
+                offers[worker] = offer
         self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:

@@ -130,10 +130,10 @@ async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker
     host.keep_specs(run_id, attempt, {int(rank): text for rank, text in json.loads(zlib.decompress(data)).items()})
 
 
-async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
-    """Return {"slots", "gpus", "ours"}: the numbers of slots and GPUs, and whether ddptrain started the worker."""
+async def describe_offer(dask_worker: Worker) -> tuple[int, int]:
+    """Return the numbers of slots and GPUs."""
     slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
-    return {"slots": slots, "gpus": len(gpus), "ours": own_host(dask_worker) is not None}
+    return slots, len(gpus)
 
 
 async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
