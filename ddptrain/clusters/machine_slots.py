@@ -1,7 +1,7 @@
-"""The slots of this machine that this user's runs hold if they use no cluster: a file for each run.
+"""The slots of this machine: how many there are, and which ones this user's runs hold that use no cluster.
 
-A driver locks its file for as long as it lives, so nothing is held by one that was killed. The order of those that wait
-is that of clusters/scheduler/slots.py.
+Each such run has a file, which its driver locks for as long as it lives: one that was killed holds nothing. Runs wait
+in the order of clusters/scheduler/slots.py.
 """
 
 from __future__ import annotations
@@ -10,20 +10,62 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from platformdirs import user_state_path
 
+from ddptrain.config.sections.clusters import ClusterConfig, RankRange
+from ddptrain.errors import ClusterError
 from ddptrain.file_ops import CREATE, make_private, open_regular, try_lock, wait_for_lock, write_all
-from ddptrain.gpus import default_slots, usable_cores
+from ddptrain.gpus import default_slots, usable_cores, visible_gpus
 
 if TYPE_CHECKING:
     from ddptrain.clusters.scheduler.slots import Refusal
 
 _SUFFIX = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalResources:
+    """The number of slots; `gpus` has an entry for CUDA_VISIBLE_DEVICES for each slot, none on the CPU.
+
+    present: all GPUs from which they were chosen.
+    """
+
+    ranks: int
+    gpus: tuple[str, ...]
+    present: tuple[str, ...] = field(default=(), compare=False)
+
+
+def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> LocalResources:
+    """Return slots and GPUs for a configuration. Raises ClusterError if there are fewer GPUs than it asks for."""
+    present = () if cluster.gpus == 0 else visible_gpus(environ)
+    wanted = len(present) if cluster.gpus == "auto" else int(cluster.gpus)
+    if wanted > len(present):
+        raise ClusterError(
+            f"cluster.gpus is {wanted}, but this machine has {len(present)}: set it to auto, or to 0 for the CPU"
+        )
+    count = cluster.slots or default_slots(present[:wanted])
+    if isinstance(cluster.ranks, RankRange) and wanted:
+        count = max(cluster.ranks.min, min(count, wanted))
+    if wanted and count > wanted:
+        raise ClusterError(
+            f"cluster.ranks is {count}, but there are {wanted} GPUs, one a rank: ask for fewer ranks, or set "
+            "cluster.gpus to 0 to train on the CPU"
+        )
+    return LocalResources(count, present[: min(count, wanted)], present if wanted else ())
+
+
+def crowding(resources: LocalResources, cores: int) -> str:
+    """Return a warning about more ranks on the CPU than the default and than cores, or ""."""
+    most = max(default_slots(()), cores)
+    if resources.gpus or resources.ranks <= most:
+        return ""
+    shared = "share 1 core" if cores == 1 else f"share {cores} cores"
+    return f"{resources.ranks} ranks {shared}: their start and each step take longer; --ranks {most} may be faster"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
+from ddptrain.clusters.machine_slots import LocalResources, crowding, local_resources
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
+from ddptrain.driver.cluster_session import SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, summary

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
+from ddptrain.clusters import machine_slots as local_resources
 from ddptrain.clusters import record as records
 from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
+from ddptrain.clusters.machine_slots import LocalResources
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.driver import cluster_session as local_resources
-from ddptrain.driver.cluster_session import LocalResources, cluster_for
+from ddptrain.driver.cluster_session import cluster_for
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import HostId
 
