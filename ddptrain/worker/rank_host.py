@@ -119,7 +119,8 @@ class RankHost(WorkerPlugin):
         others = [server for server in self.servers if server is not self.server_of(key)]
         while time.monotonic() < deadline:
             with self._lock:
-                registered = [child for children in self._children.values() for child in children]
+                children = [child for children in self._children.values() for child in children]
+            registered = [child for child in children if not child.endswith(_store_id(""))]
             if all(server.ranks == sum(map(server.has, registered)) for server in others):
                 break
             time.sleep(0.02)
