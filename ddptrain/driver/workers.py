@@ -28,7 +28,7 @@ from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
-from ddptrain.errors import ClusterError, UsageError, one_line
+from ddptrain.errors import ClusterError, DdptrainError, UsageError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
@@ -393,7 +393,7 @@ class Workers:
         """
         try:
             answers = dict(self.client.run(function, *arguments, workers=list(workers), on_error="return"))
-        except ClusterError:
+        except DdptrainError:  # also a signal
             raise
         except Exception as error:  # Dask raises any type if the scheduler has ended
             answers = {", ".join(workers): error}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import Project
-from tests.support.environments import lock_project, make_environment, make_wheel
+from tests.contract.conftest import Project, pids_of
+from tests.servers.dask_cluster import wait_until
+from tests.support.environments import lock_project, make_environment, make_source, make_wheel
 
 SAYS = """
     import sys
@@ -71,6 +74,19 @@ def test_what_uv_can_not_install_is_the_root_cause(project: Project, wheels: Pat
     failed = project("train", config, rc=4)
     assert "`uv sync` failed" in failed.stderr and "wordlib" in failed.stderr
     assert project.record()["failure"]["message"].count("wordlib")
+    assert installed(project) == []
+
+
+def test_interrupted_installation_ends_with_what_it_has_started(project: Project, wheels: Path) -> None:
+    mark = f"sleep 9{os.getpid()}"
+    make_source(wheels, "slowlib", "1.0", f"import os; os.system({mark!r})")
+    lock_project(project.folder, wheels, "slowlib")
+    config = project.function(SAYS, cluster={"ranks": 1, "gpus": 0}, code={"environment": "uv"})
+    running = project.start("train", config)
+    wait_until(lambda: pids_of(mark), "the build")
+    running.popen.send_signal(signal.SIGINT)
+    assert running.finish().rc == 130
+    wait_until(lambda: not pids_of(mark), "the end of the build")
     assert installed(project) == []
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Mapping
@@ -48,6 +50,20 @@ def make_wheel(folder: Path, name: str, version: str, code: str) -> None:
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, text in texts.items():
             wheel.writestr(path, text)
+
+
+def make_source(folder: Path, name: str, version: str, build: str) -> None:
+    """A source archive in an index for uv, which runs `build` to make a wheel of it."""
+    folder.mkdir(exist_ok=True)
+    own = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    project = f'{own}[project]\nname = "{name}"\nversion = "{version}"\n'
+    info = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    backend = f"def build_wheel(*_, **__):\n    {build}\n"
+    with tarfile.open(folder / f"{name}-{version}.tar.gz", "w:gz") as archive:
+        for path, text in (("pyproject.toml", project), ("PKG-INFO", info), ("backend.py", backend)):
+            entry = tarfile.TarInfo(f"{name}-{version}/{path}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
 
 
 def lock_project(folder: Path, index: Path, *dependencies: str) -> None:
