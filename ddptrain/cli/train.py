@@ -31,6 +31,7 @@ def train(
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
+    wait: opt.WaitOption = None,
     run_id: opt.RunIdOption = None,
     resume: opt.ResumeOption = None,
     allow_changes: opt.AllowChangesOption = False,
@@ -51,7 +52,7 @@ def train(
         ddptrain train train.yaml --resume auto
         ddptrain train train.yaml --dry-run
     """
-    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
+    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir, wait)
     with reporting_of(config, report) as reporting:
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
         from ddptrain.driver.run import LaunchOptions
@@ -89,8 +90,10 @@ def start(
     if dry_run:
         from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.cluster_session import check_cluster
+        from ddptrain.driver.transfer.environment import environment_of
 
         check_workload(resolved)
+        environment_of(resolved)
         start = check_cluster(resolved.config.cluster, say)
         write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()
