@@ -167,11 +167,16 @@ class FailureConfig(Strict):
 
 
 class CodeConfig(Strict):
-    """The code that is sent to workers that do not see the project's folder."""
+    """The code and the packages that the ranks use on workers that do not have them."""
 
     ship: bool = Field(default=True, description="Whether code is sent; otherwise workers must have it.")
     folder: FilledText | None = Field(
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
+    )
+    environment: FilledText | None = Field(
+        default=None,
+        description="The packages of the ranks, which uv installs once on each host: uv for those of the project's "
+        "uv.lock, or a requirements file that pins every version; null for the packages of the workers.",
     )
 
 
