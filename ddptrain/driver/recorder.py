@@ -91,6 +91,10 @@ class Recorder:
         """Show for how long a rank has not reported; "": all report."""
         self._pass({"event": "silence", "message": text})
 
+    def asks_for_line(self, rank: int, log_size: int) -> None:
+        """Let the user type a line for the debugger, after the log was shown up to this size in bytes."""
+        self._pass({"event": "asks_for_line", "rank": rank, "log_size": log_size})
+
     def status(self, text: str, *, announced: bool = False) -> None:
         """Show and record what the run waits for; `announced`: a notice says it, too."""
         if text != self._status:

@@ -26,6 +26,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
+from ddptrain.driver.control.debugger import DebuggerTerminal, check_debug
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, summary
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.ranks import AttemptEnd, RankPlace
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.workers import Workers
-    from ddptrain.protocol.rank_spec import RankSpec
+    from ddptrain.protocol.rank_spec import Debug, RankSpec
 
 
 _log = Log(__name__)
@@ -87,6 +88,7 @@ class LaunchOptions:
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     observers: Sequence[RunObserver] = ()
+    debug: Debug | None = None  # the rank that is debugged
     shared: SharedRun | None = None  # the run is one of several in this process, each in a thread; without a display
 
 
@@ -99,6 +101,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     prepared_by = plan.prepare if plan is not None else _prepared_by(config)
     check_trackers(config)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
+    check_debug(options.debug, machine.ranks if machine is not None else config.cluster.slots)
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
     runs = open_runs_dir(config.results.dir)
@@ -184,6 +187,10 @@ class Run:
         shared, layout, is_training = self.options.shared, self.writer.layout, self.options.evaluation is None
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.observers: list[RunObserver] = [*self.options.observers]
+        debug, debugger = self.options.debug, None
+        if debug is not None and not debug.port:
+            debugger = DebuggerTerminal(debug.rank, self.signals, self.inbox)
+            self.observers.insert(0, debugger)
         if shared is None:
             display = Display(
                 self.options.output,
@@ -192,11 +199,13 @@ class Run:
                 stdout=sys.stderr if self.options.to_stderr else None,
                 all_ranks=self.options.all_ranks,
                 stage="" if is_training else _EVALUATION,
+                debugger=debugger,
             )
             self.observers.insert(0, display)
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
         self.nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        self.nan = "warn" if debug is not None and self.nan == "stop" else self.nan
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.nan)
         self.cluster: Cluster = (
@@ -295,12 +304,14 @@ class Run:
             tracking,
             self.options.evaluation,
             self.options.full_traceback,
+            self.options.debug,
             self.recorder.status,
         )
         restarts = RestartPolicy(self.config.failure)
         checkpoint = self._resumed()
         while True:
             places = self._reserve(session, workers)
+            check_debug(self.options.debug, len(places))
             number = len(self.writer.record.attempts) + 1
             set_context(attempt=number)
             self.writer.go_on_from(checkpoint, policy)
@@ -413,7 +424,8 @@ class Run:
         logs = [self.writer.layout.log(place.rank) for place in places]
         output = RankOutput(ranks, logs, self.inbox, workers.fetch, workers.has)
         transfer = TransferQueue(self.writer, policy, self.inbox, output.source)
-        watchdog = new_watchdog(self.config.failure.hang_timeout_s, self.config.cluster.start_timeout_s)
+        limit_s = None if self.options.debug else self.config.failure.hang_timeout_s
+        watchdog = new_watchdog(limit_s, self.config.cluster.start_timeout_s)
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, watchdog, now())
         try:
             return AttemptLoop(attempt, self.inbox, self.cluster.worker_fault).run()

@@ -339,6 +339,22 @@ class Alert(Event):
         return one_line(self.message), "warning"
 
 
+@dataclass(frozen=True, slots=True)
+class AsksForLine(Event):
+    """The debugged rank waits for a line of the user. Its log has `log_size` bytes, and ends with the prompt."""
+
+    kind: ClassVar[str] = "asks_for_line"
+    log_size: _Int
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerLeft(Event):
+    """The code of the debugged rank goes on. quit: where the user has quit the debugger, which ends the run; or ""."""
+
+    kind: ClassVar[str] = "debugger_left"
+    quit: str = ""
+
+
 KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
 

@@ -84,7 +84,7 @@ def test_field_of_another_version_is_named(change: Callable[[dict[str, Any]], No
 @given(st.text())
 def test_any_text_is_a_command_or_refused(text: str) -> None:
     try:
-        assert commands.decode(text) == text
+        assert commands.decode(text) == (text, None)
     except CommandError:
         assert text not in ("preempt", "stacks", "stop")
 
