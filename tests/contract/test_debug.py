@@ -161,10 +161,10 @@ def test_editor_that_connects_lets_the_code_begin(project: Project, shared_clust
         editor.settimeout(PATIENCE_S)
         received = b""
         request(editor, 1, "initialize", {"adapterID": "test"})
-        request(editor, 2, "attach", {})
+        request(editor, 2, "attach", {"name": "a rank"})
         while b'"event": "initialized"' not in received and b'"event":"initialized"' not in received:
-            assert (data := editor.recv(1 << 16)), received
-            received += data
+            received += (data := editor.recv(1 << 16))
+            assert data, received
         request(editor, 3, "configurationDone", {})
         assert running.finish().rc == 0
     assert "begun" in running.stdout

@@ -86,6 +86,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     def report() -> None:
         ctx.progress(round(batches.position * rows), settings.epochs * rows, unit="images")
 
+    predictions = None
     for epoch in ctx.epochs(settings.epochs):
         is_last = epoch == settings.epochs
         table = TrainingTable(config, -(-_EXAMPLES_KEPT // ctx.world_size) if is_last else 0)
@@ -123,8 +124,6 @@ def train(ctx: RankContext, **params: Any) -> None:
             with ctx.timed("evaluation"):
                 share_buffers(model)
                 metrics |= evaluate_model(model, pixels, held_out, outputs, bad, predictions, report)
-            if is_last:
-                ctx.save_file(f"predictions/rank-{ctx.rank}.csv", predictions.csv())
         bad.check(ctx.device)
         if settings.scheduler == "plateau":
             schedule.step(metrics.get("val/loss", metrics["train/loss"]))
@@ -135,6 +134,8 @@ def train(ctx: RankContext, **params: Any) -> None:
         text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         ctx.say(f"epoch {epoch}/{settings.epochs}: {text}, {speed:,.0f} images/s")
         ctx.checkpoint(step=step, epoch=epoch, metrics=metrics, last=is_last, **state)
+    if predictions is not None:  # of the last epoch
+        ctx.save_file(f"predictions/rank-{ctx.rank}.csv", predictions.csv())
 
 
 # --8<-- [end:train]
