@@ -101,7 +101,9 @@ class CheckpointConfig(Strict):
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
-_HIGHER = re.compile(r"(^|[/_])(acc|accuracy|auc|auroc|bleu|correct|f1|iou|map|precision|recall|reward|rouge|score)\b")
+_HIGHER = re.compile(
+    r"(?:^|[/_])(?:acc|accuracy|auc|auroc|bleu|correct|f1|iou|map|precision|recall|reward|rouge|score)(?![a-z])"
+)
 
 
 class StopEarlyConfig(Strict):

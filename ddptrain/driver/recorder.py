@@ -286,11 +286,12 @@ class Recorder:
 class LossSpikes:
     """Finds values of train/loss far above their median: by 10 standard deviations, which the MAD estimates.
 
-    The deviation counts as at least 5 % of the median, so that a loss which hardly varies may rise by half.
+    The deviation counts as at least 5 % of the median, so that a loss which hardly varies may rise by half; and the
+    value must be a quarter above the largest one of the window, because the loss of small batches has a long tail.
     """
 
     WINDOW, LEAST, EVERY, MOST = 100, 50, 10, 3  # values; values between two medians; spikes of a run
-    _DEVIATIONS, _LEAST_SHARE, _OF_MAD = 10.0, 0.05, 1.4826
+    _DEVIATIONS, _LEAST_SHARE, _OF_MAD, _OVER_MAX = 10.0, 0.05, 1.4826, 1.25
 
     def __init__(self) -> None:
         self.found = 0
@@ -318,7 +319,7 @@ class LossSpikes:
             self._median = sorted(self._values)[middle]
             mad = sorted(abs(each - self._median) for each in self._values)[middle]
             deviation = max(self._OF_MAD * mad, self._LEAST_SHARE * abs(self._median))
-            self._limit = self._median + self._DEVIATIONS * deviation
+            self._limit = max(self._median + self._DEVIATIONS * deviation, self._OVER_MAX * max(self._values))
         return None
 
 

@@ -53,11 +53,11 @@ class CommandError(ValueError):
 
 def decode(text: str) -> tuple[Command, str | None]:
     """Return the command in a line without its newline, and the input of INPUT. Raises CommandError for other texts."""
-    word, _, given = text.partition(" ")
+    word, blank, given = text.partition(" ")
     try:
         command = Command(word)
         data = json.loads(given) if command is Command.INPUT else None
-        if not isinstance(data, str) if command is Command.INPUT else given:
+        if not isinstance(data, str) if command is Command.INPUT else blank:
             raise ValueError
     except (ValueError, RecursionError):
         raise CommandError(f"unknown command {text[:40]!r}") from None

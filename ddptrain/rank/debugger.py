@@ -57,9 +57,12 @@ def _with_long_limit(make: Any, signature: inspect.Signature, *args: Any, **kwar
 
 
 class Debugger:
-    """The debugger of this rank. `has_quit`: the user has quit it, which ends the run."""
+    """The debugger of this rank.
 
-    has_quit = False
+    has_quit: the user has quit it, which ends the run. ends: the run was asked to end, so that SIGINT is no request.
+    """
+
+    has_quit = ends = False
 
     def begin(self) -> None:
         """Do what comes just before the user's code."""
@@ -138,6 +141,12 @@ class RankPdb(pdb.Pdb):
         finally:
             self.debugger.depth -= 1
             self.debugger.left()
+
+    def sigint_handler(self, signum: signal.Signals, frame: FrameType) -> None:
+        """Open the debugger because of Ctrl-C."""
+        if self.debugger.ends:
+            raise KeyboardInterrupt
+        super().sigint_handler(signum, frame)
 
     def do_quit(self, arg: str) -> bool:
         """q(uit) | exit: end the run."""

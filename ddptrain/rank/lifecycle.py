@@ -434,6 +434,8 @@ class RankLifecycle:
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
         self.agreement.notified = True
+        if self.debugger is not None:
+            self.debugger.ends = True
         self.tracked.hurry(deadlines.preempt_s(self.spec))
         if self.state != "crashed":
             return  # the rank is already ending
