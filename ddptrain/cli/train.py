@@ -38,6 +38,8 @@ def train(
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
     submit: opt.SubmitOption = False,
+    debug: opt.DebugOption = None,
+    listen: opt.ListenOption = None,
     all_ranks: opt.AllRanksOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
@@ -58,6 +60,7 @@ def train(
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach or submit))
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach, submit=submit)
 
 

@@ -29,6 +29,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import SharedRun, cluster_for
+from ddptrain.driver.control.debugger import DebuggerTerminal, check_debug
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, summary
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.ranks import AttemptEnd, RankPlace
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.workers import Workers
-    from ddptrain.protocol.rank_spec import RankSpec
+    from ddptrain.protocol.rank_spec import Debug, RankSpec
     from ddptrain.results.run_record import JobRecord
 
 
@@ -94,6 +95,7 @@ class LaunchOptions:
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     observers: Sequence[RunObserver] = ()
     inputs: Mapping[str, bytes] = field(default_factory=dict)  # files for the ranks, by name: in ctx.inputs
+    debug: Debug | None = None  # the rank that is debugged
     shared: SharedRun | None = None  # the run is one of several in this process, each in a thread; without a display
 
 
@@ -107,6 +109,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     check_trackers(config)
     environment = environment_of(resolved)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
+    check_debug(options.debug, machine.ranks if machine is not None else config.cluster.slots)
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
     runs = open_runs_dir(config.results.dir)
@@ -193,6 +196,10 @@ class Run:
         shared, layout, is_training = self.options.shared, self.writer.layout, self.options.evaluation is None
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.observers: list[RunObserver] = [*self.options.observers]
+        debug, debugger = self.options.debug, None
+        if debug is not None and not debug.port:
+            debugger = DebuggerTerminal(debug.rank, self.signals, self.inbox)
+            self.observers.insert(0, debugger)
         if shared is None:
             display = Display(
                 self.options.output,
@@ -201,12 +208,14 @@ class Run:
                 stdout=sys.stderr if self.options.to_stderr else None,
                 all_ranks=self.options.all_ranks,
                 stage="" if is_training else _EVALUATION,
+                debugger=debugger,
             )
             self.observers.insert(0, display)
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
-        score = {"nan": "ignore"}  # which may be NaN
-        self.failure = self.config.failure if is_training else self.config.failure.model_copy(update=score)
+        nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        nan = "warn" if debug is not None and nan == "stop" else nan
+        self.failure = self.config.failure.model_copy(update={"nan": nan})
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.failure)
         python = python_of(self.environment.digest) if self.environment is not None else ""
@@ -330,12 +339,14 @@ class Run:
             tracking,
             self.options.evaluation,
             self.options.full_traceback,
+            self.options.debug,
             self.recorder.status,
         )
         restarts = RestartPolicy(self.config.failure)
         checkpoint = self._resumed()
         while True:
             places = self._reserve(session, workers)
+            check_debug(self.options.debug, len(places))
             number = len(self.writer.record.attempts) + 1
             set_context(attempt=number)
             self.writer.go_on_from(checkpoint, policy)
@@ -450,7 +461,8 @@ class Run:
         logs = [self.writer.layout.log(place.rank) for place in places]
         output = RankOutput(ranks, logs, self.inbox, workers.fetch, workers.has)
         transfer = TransferQueue(self.writer, policy, self.inbox, output.source)
-        watchdog = new_watchdog(self.config.failure.hang_timeout_s, self.config.cluster.start_timeout_s)
+        limit_s = None if self.options.debug else self.config.failure.hang_timeout_s
+        watchdog = new_watchdog(limit_s, self.config.cluster.start_timeout_s)
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, watchdog, now())
         try:
             return AttemptLoop(attempt, self.inbox, self.cluster.worker_fault).run()
