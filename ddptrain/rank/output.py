@@ -137,7 +137,7 @@ def number(name: object, value: Any) -> float:
         return math.inf if item > 0 else -math.inf
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def numbers(values: object) -> dict[str, float]:
     """Return all values as Python numbers. Raises TypeError."""
     if not isinstance(values, Mapping):
         text = f"{shorten(repr(values), 300)} ({type(values).__name__})"

@@ -22,6 +22,7 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
+from ddptrain.worker.spool import write_chunk
 from tests.unit.worker.stubs import has_ended, until
 
 PREPARES = """
@@ -158,7 +159,7 @@ class Elsewhere:
             return {worker: worker not in self.far and Path(words[0]).read_text() == words[1] for worker in workers}
         assert function is driver_calls.write_spool
         _, path, offset, data = words
-        return {worker: driver_calls._write_below(self.root / worker, path, offset, data) for worker in workers}
+        return {worker: write_chunk(self.root / worker / path, offset, data) for worker in workers}
 
 
 def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
