@@ -125,6 +125,7 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
 
         def train(ctx):
             go_on = True
+            time.sleep(0.5)  # the driver knows that the work has begun
             print("begins")
             while go_on:
                 time.sleep(0.05)
