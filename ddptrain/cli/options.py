@@ -142,8 +142,7 @@ DebugOption = Annotated[
     typer.Option(
         "--debug",
         metavar=OPTIONAL_NUMBER,
-        min=0,
-        help="Connect this terminal to pdb in a rank, by default 0, at breakpoint() or an exception; the others wait.",
+        help="Debug a rank with pdb in this terminal; by default 0.",
     ),
 ]
 ListenOption = Annotated[
@@ -151,7 +150,7 @@ ListenOption = Annotated[
     typer.Option(
         metavar="[HOST:]PORT",
         rich_help_panel=MORE,
-        help="With --debug: let an editor connect to debugpy in the rank, on 127.0.0.1 of its host.",
+        help="With --debug: an editor connects there (debugpy).",
     ),
 ]
 ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
@@ -211,6 +210,8 @@ def debug_rank(rank: int | None, listen: str | None, output: str, *, detach: boo
     from ddptrain.driver.control.debugger import check_input
     from ddptrain.protocol.rank_spec import Debug
 
+    if rank is not None and rank < 0:
+        raise UsageError(f"--debug {rank}: expected the number of a rank, from 0")
     if listen is not None:
         host, _, port = listen.rpartition(":")
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:
