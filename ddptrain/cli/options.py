@@ -66,6 +66,13 @@ ClusterOption = Annotated[
         help="A cluster that is up: its name, its scheduler's address, or a scheduler file.",
     ),
 ]
+WaitOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Wait for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
+    ),
+]
 RunsDirOption = Annotated[
     str | None,
     typer.Option(
@@ -110,6 +117,12 @@ DryRunOption = Annotated[
 ]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
+]
+SubmitOption = Annotated[
+    bool,
+    typer.Option(
+        "--submit", help="Return when the run is in the queue of Slurm or Kubernetes, whose job runs it to its end."
+    ),
 ]
 AllRanksOption = Annotated[
     bool,
@@ -261,13 +274,17 @@ def local_config(config: str) -> str:
     return str(fetch_config(config))
 
 
-def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None = None) -> dict[str, str]:
+def field_options(
+    ranks: int | None, cluster: str | None, runs_dir: str | None = None, wait: str | None = None
+) -> dict[str, str]:
     """Convert options for configuration fields: `--set` text -> the option as it was typed."""
     options: dict[str, str] = {}
     if ranks is not None:
         options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
     if cluster is not None:
         options |= dict.fromkeys(_cluster_fields(cluster), f"--cluster {cluster}")
+    if wait is not None:
+        options[f"cluster.wait_s={wait}"] = f"--wait {wait}"
     if runs_dir is not None:
         options[f"results.dir={json.dumps(runs_dir)}"] = f"--runs-dir {runs_dir}"
     return options

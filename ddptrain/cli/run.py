@@ -48,6 +48,7 @@ def run(
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
+    wait: opt.WaitOption = None,
     runs_dir: opt.RunsDirOption = None,
     run_id: opt.RunIdOption = None,
     overrides: Annotated[list[str] | None, opt.set_option("env.LEVEL=info")] = None,
@@ -80,7 +81,7 @@ def run(
         data = torchrun.program(script, own, given, module=is_module)
         if not is_module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
             raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
-        resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir))
+        resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir, wait))
         shown = given.shown()
         if ignored := given.ignored(ranks=ranks is not None, runs_dir=runs_dir is not None):
             say(f"options of torchrun that have no use here and are ignored: {', '.join(ignored)}")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
+from ddptrain.config.rank_settings import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
@@ -26,7 +27,6 @@ from ddptrain.config.types import (
     slug,
     wrong_field,
 )
-from ddptrain.protocol.rank_spec import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
 
 
 class ScriptWorkload(Strict):
@@ -190,11 +190,16 @@ class FailureConfig(Strict):
 
 
 class CodeConfig(Strict):
-    """The code that is sent to workers that do not see the project's folder."""
+    """The code and the packages that the ranks use on workers that do not have them."""
 
     ship: bool = Field(default=True, description="Whether code is sent; otherwise workers must have it.")
     folder: FilledText | None = Field(
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
+    )
+    environment: FilledText | None = Field(
+        default=None,
+        description="The packages of the ranks, which uv installs once on each host: uv for those of the project's "
+        "uv.lock, or a requirements file that pins every version; null for the packages of the workers.",
     )
 
 

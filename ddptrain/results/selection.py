@@ -26,7 +26,6 @@ from ddptrain.results.metrics import AllSeries, is_number, read_series
 from ddptrain.results.recorded_config import params_of
 from ddptrain.results.run import Run, parse_time, time_text
 from ddptrain.text_tables import clean_line, duration
-from ddptrain.tracking.protocol import goal_of
 
 PARAMS = "params."
 _LONGEST_CELL = 60
@@ -53,6 +52,7 @@ FIELDS: Mapping[str, Callable[[Run], Any]] = {
     "attempts": lambda view: len(view.record.attempts),
     "exit_code": lambda view: view.record.exit_code,
     "failure": lambda view: view.record.failure.summary if view.record.failure is not None else None,
+    "jobs": lambda view: [job.id for job in view.record.jobs],
     "commit": lambda view: view.record.git.commit if view.record.git is not None else None,
     "tags": lambda view: list(view.annotations.tags),
     "note": lambda view: view.annotations.note or None,
@@ -105,7 +105,10 @@ def best_value(view: Run, metric: str, series: AllSeries | None = None, goal: st
     best = view.record.best
     if best is not None and best.metric == metric:
         return best.value if math.isfinite(best.value) else None
-    goal = goal or goal_of(metric)
+    if not goal:
+        from ddptrain.tracking.protocol import goal_of
+
+        goal = goal_of(metric)
     if not goal:
         return None
     try:

@@ -28,7 +28,7 @@ from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import key_prefix
-from ddptrain.worker import spool, stack_reports
+from ddptrain.worker import environment, spool, stack_reports
 from ddptrain.worker.rank_host import attach, offered_slots, own_host, rank_host
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
@@ -71,24 +71,17 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
     with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
-            if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
+            server = host.server_of(key)
+            if command is Command.STACKS and (started := server.start_of(key)) is not None:
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
-                stack_reports.report_stacks(files, pid, attempt, rank)
-            host.server.send_command(key, order)
+                stack_reports.report_stacks(files, started[0], attempt, rank)
+            server.send_command(key, order)
 
 
-async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
-    """Return bytes of a file below the scratch folder. Raises PermissionError for any other path."""
-    host = rank_host(dask_worker, run_id)
-    return await asyncio.to_thread(_read_below, host.scratch, path, offset, size_bytes)
-
-
-def _read_below(scratch: Path, path: str, offset: int, size_bytes: int) -> bytes:
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(scratch)):
-        raise PermissionError(f"{path} is outside of the scratch folder {scratch}")
-    return spool.read_chunk(real, offset, size_bytes)
+async def read_spool(path: str, offset: int, size_bytes: int) -> bytes:
+    """Return bytes of a file on the worker's host."""
+    return await asyncio.to_thread(spool.read_chunk, Path(path), offset, size_bytes)
 
 
 async def holds_file(path: str, text: str) -> bool:
@@ -104,23 +97,16 @@ async def holds_file(path: str, text: str) -> bool:
 
 
 async def write_spool(run_id: str, path: str, offset: int, data: bytes, dask_worker: Worker) -> str:
-    """Write into the file `path` below the run's folder; return its absolute path.
-
-    Raises PermissionError if the path is outside of the folder.
-    """
-    folder = rank_host(dask_worker, run_id).scratch / run_id
-    return await asyncio.to_thread(_write_below, folder, path, offset, data)
+    """Write into the file `path` below the run's scratch folder; return its absolute path."""
+    return await asyncio.to_thread(_write, rank_host(dask_worker, run_id).scratch / run_id / path, offset, data)
 
 
-def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
-    real = Path(os.path.realpath(folder / path))
-    if not real.is_relative_to(os.path.realpath(folder)):
-        raise PermissionError(f"{path} is outside of the folder {folder}")
-    real.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with real.open("r+b" if offset else "wb") as file:
+def _write(path: Path, offset: int, data: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("r+b" if offset else "wb") as file:
         file.seek(offset)
         file.write(data)
-    return str(real)
+    return str(path)
 
 
 async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker) -> None:
@@ -129,10 +115,10 @@ async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker
     host.keep_specs(run_id, attempt, {int(rank): text for rank, text in json.loads(zlib.decompress(data)).items()})
 
 
-async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
-    """Return {"slots", "gpus", "ours"}: the numbers of slots and GPUs, and whether ddptrain started the worker."""
+async def describe_offer(dask_worker: Worker) -> tuple[int, int]:
+    """Return the numbers of slots and GPUs."""
     slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
-    return {"slots": slots, "gpus": len(gpus), "ours": own_host(dask_worker) is not None}
+    return slots, len(gpus)
 
 
 async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
@@ -176,6 +162,28 @@ def _unpack(archive: Path, code: str) -> str:
             if not folder.is_dir():  # else another worker was faster
                 raise ClusterError(f"cannot unpack the uploaded code into {folder}: {error}") from error
     return str(folder)
+
+
+async def use_environment(
+    run_id: str, digest: str, files: dict[str, str], variables: dict[str, str], dask_worker: Worker
+) -> str:
+    """Start the ranks of the run from the environment of that digest, which is installed here if `files` are given.
+
+    files: its files by name. variables: for uv, beside the worker's environment. Return its Python; "" if it is not
+    installed. Raises UsageError, ClusterError.
+    """
+    host = rank_host(dask_worker, run_id)
+
+    def use() -> str:
+        found = environment.hold(digest)
+        if found is None and files:
+            environment.install(digest, files, {**host.environ, **variables})
+            found = environment.hold(digest)
+        if found is not None:
+            host.use_python(run_id, *found)
+        return found[0] if found is not None else ""
+
+    return await asyncio.to_thread(use)
 
 
 async def read_clock() -> float:

@@ -35,7 +35,7 @@ class Project:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
-    def function(self, code: str, **config: Any) -> str:
+    def function(self, code: str, /, **config: Any) -> str:
         """Write work.py with `code`, which defines `train(ctx, ...)`, and a configuration for it; returns its name."""
         self.write("work.py", code)
         self.write("work.yaml", json.dumps({"name": "work", "workload": "work:train", **config}))

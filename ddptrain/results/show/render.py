@@ -6,16 +6,18 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
-from ddptrain.results.layout import TRACKING, RunLayout
+from ddptrain.results.layout import TRACKING
 from ddptrain.results.metrics import LAST_BYTES, read_events
 from ddptrain.results.run import Run, time_text
 from ddptrain.results.run_record import (
     AttemptRecord,
     FailureRecord,
+    JobRecord,
     ProgressRecord,
     RankRecord,
     RunRecord,
@@ -23,16 +25,15 @@ from ddptrain.results.run_record import (
     root_cause,
 )
 from ddptrain.results.selection import RunFields, cells, header
-from ddptrain.results.time_use import time_use_of
-from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
-from ddptrain.tracking.wandb_files import unsent_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+_MARKS = ("JOB", "TAGS", "NOTE")  # columns that are shown if a run has one
 HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
 _STATUS_STYLE = {
+    RunStatus.QUEUED: "cyan",
     RunStatus.RUNNING: "cyan",
     RunStatus.WAITING: "cyan",
     RunStatus.SUCCEEDED: "green",
@@ -53,17 +54,24 @@ _TRACE = re.compile(r"profile/steps-(\d{1,18})-(\d{1,18})/rank-\d{1,9}\.pt\.trac
 
 
 def run_table(runs: Sequence[RunFields], extra: Sequence[str] = ()) -> list[tuple[str, ...]]:
-    """Return the table of runs with its header: HEADER, `extra` fields, and tags and notes if there are any."""
-    marks = [(" ".join(run.view.annotations.tags), _short(run.view.annotations.note)) for run in runs]
-    has_tags, has_notes = (any(mark[column] for mark in marks) for column in (0, 1))
+    """Return the table of runs with its header: HEADER, `extra` fields, and jobs, tags and notes if there are any."""
+    marks = [_marks(run.view) for run in runs]
+    shown = [any(mark[column] for mark in marks) for column in range(len(_MARKS))]
 
-    def row(main: Sequence[str], more: Sequence[str], tags: str, note: str) -> tuple[str, ...]:
-        return (*main[:-1], *more, *([tags] if has_tags else []), main[-1], *([note] if has_notes else []))
+    def row(main: Sequence[str], more: Sequence[str], mark: Sequence[str]) -> tuple[str, ...]:
+        *before, note = ([text] if is_shown else [] for text, is_shown in zip(mark, shown, strict=True))
+        return (*main[:-1], *more, *chain(*before), main[-1], *note)
 
-    found = [row(HEADER, header(extra), "TAGS", "NOTE")]
+    found = [row(HEADER, header(extra), _MARKS)]
     for run, main, mark in zip(runs, rows(run.view for run in runs), marks, strict=True):
-        found.append(row(main, cells(run, extra), *map(clean_line, mark)))
+        found.append(row(main, cells(run, extra), [clean_line(text) for text in mark]))
     return found
+
+
+def _marks(view: Run) -> tuple[str, str, str]:
+    annotations = view.annotations
+    jobs = ", ".join(f"{job.id} ({job.starts} starts)" if job.starts > 1 else job.id for job in view.record.jobs)
+    return jobs, " ".join(annotations.tags), _short(annotations.note)
 
 
 def rows(views: Iterable[Run]) -> list[tuple[str, ...]]:
@@ -83,9 +91,14 @@ def _result(view: Run) -> str:
     record = view.record
     if view.problem:
         return _short(view.problem.replace(str(view.run_json), view.run_json.name))
+    if view.status == RunStatus.QUEUED and record.jobs:
+        job = record.jobs[-1]
+        return _short(f"{job.description} is {job.state}" if job.state else job.description)
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         return _short(rank + record.failure.summary)
+    if view.is_running and record.queued is not None:
+        return record.queued.description
     if view.is_running and record.progress is not None and record.progress.share:
         return ", ".join(filter(None, (record.progress.share, _eta(record.progress), *_loss(record))))
     if record.best is not None:
@@ -123,7 +136,8 @@ def _short(text: str) -> str:
 
 def sections(view: Run) -> list[Section]:
     """Return everything about one run, as titled lists of names and values; empty ones are left out."""
-    from ddptrain.results.system import read_system, use_lines  # 40 ms, as in the functions below: a list needs none
+    from ddptrain.results.system import read_system, use_lines
+    from ddptrain.results.time_use import time_use_of
 
     record = view.record
     files = view.artifacts()
@@ -141,6 +155,7 @@ def sections(view: Run) -> list[Section]:
         ("duration", _duration(view)),
         ("ranks", str(record.world_size or "")),
         ("driver", record.driver.description if record.driver.host else ""),
+        ("jobs", "\n".join(filter(None, map(_job, record.jobs)))),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
         ("progress", _progress(view)),
         ("driver's output", _path_of(view, view.driver_log)),
@@ -154,7 +169,7 @@ def sections(view: Run) -> list[Section]:
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
         (view.run_id, about),
-        ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
+        ("where the time went", spent.shown() if (spent := time_use_of(view)) else []),
         ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
         ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
@@ -185,6 +200,11 @@ def event_sections(path: Path, last_bytes: int = LAST_BYTES) -> list[Section]:
     return [(section, list(dict.fromkeys(lines))[-_MOST_MESSAGES:]) for section, lines in found.items()]
 
 
+def _job(job: JobRecord) -> str:
+    starts = f"{counted(job.starts, 'start')} of the driver" if job.starts else ""
+    return ", ".join(filter(None, (job.description, job.state, starts)))
+
+
 def _git(view: Run) -> str:
     git = view.record.git
     if git is None or not git.dirty:
@@ -206,7 +226,7 @@ def _profiles(files: Iterable[str]) -> str:
     )
 
 
-def _path_of(layout: RunLayout, path: Path) -> str:
+def _path_of(layout: Run, path: Path) -> str:
     return layout.shown_path(path) if path.exists() else ""
 
 
@@ -247,17 +267,19 @@ def _below_run(run_id: str, folder: str) -> str:
 
 def _tracking(view: Run) -> list[tuple[str, str]]:
     """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
+    from ddptrain.tracking.wandb_files import unsent_parts  # not for a list of runs, as some below
+
     lines = []
     seen = set()
-    for tracker, outputs in tracker_outputs(view, view.record).items():
+    for tracker, outputs in view.trackers().items():
         url = outputs.get("url")
         if url in seen:
             continue  # several ranks share a tracker's run
         seen |= {url} - {None}
         place = " ".join(filter(None, (outputs.get("mode"), _below_run(view.run_id, outputs.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(outputs.values())))
-    if not view.is_running and unsent_parts(wandb_parts(view, view.record)):
-        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view)}"))
+    if not view.is_running and unsent_parts(view.wandb_parts()):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.argument}"))
     return lines
 
 
