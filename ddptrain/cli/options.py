@@ -63,14 +63,14 @@ ClusterOption = Annotated[
     typer.Option(
         metavar="NAME",
         autocompletion=complete.clusters,
-        help="A cluster that is up: its name, its scheduler's address, or a scheduler file.",
+        help="A cluster that is up: its name, address or scheduler file.",
     ),
 ]
 WaitOption = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Wait for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
+        help="Wait for slots that others hold, as 2h (cluster.wait_s).",
     ),
 ]
 RunsDirOption = Annotated[
@@ -112,12 +112,8 @@ AllowChangesOption = Annotated[
         help="Resume although workload or parameters have changed.",
     ),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check configuration and cluster; print what would run, start nothing.")
-]
-DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
-]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check configuration and cluster, and start nothing.")]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return when the run has begun; it continues.")]
 SubmitOption = Annotated[
     bool,
     typer.Option(
