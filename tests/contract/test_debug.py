@@ -148,6 +148,18 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
     os.close(terminal.master)
 
 
+def test_signal_ends_a_run_whose_debugger_waits(project: Project, shared_cluster: str) -> None:
+    inside, outside = os.pipe()  # stays open
+    command = "train", project.function(SLOW), "--debug", "--cluster", shared_cluster, "--ranks", "1"
+    running = project.start(*command, stdin=inside)
+    running.wait_for("(Pdb) ")
+    os.kill(running.popen.pid, 15)
+    done = running.finish()
+    os.close(inside)
+    os.close(outside)
+    assert done.rc == 143 and "Fatal Python error" not in done.stderr
+
+
 def test_editor_that_connects_lets_the_code_begin(project: Project, shared_cluster: str) -> None:
     pytest.importorskip("debugpy")
     with socket.socket() as free:
