@@ -136,6 +136,7 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
     )
     running = terminal.running
     running.wait_for("begins")
+    running.wait_for("ddptrain: training")  # the driver knows it, too
     os.kill(running.popen.pid, 2)
     running.wait_for("(Pdb) ")
     terminal.type("up\nup\ngo_on = False\n")
