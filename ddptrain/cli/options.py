@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.parser import MORE
+from ddptrain.cli.parser import MORE, OPTIONAL_NUMBER
 from ddptrain.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from ddptrain.protocol.rank_spec import Debug
     from ddptrain.results.run import Run as FoundRun
     from ddptrain.results.runs import Runs as Runs
 
@@ -117,6 +118,12 @@ DryRunOption = Annotated[
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
+SubmitOption = Annotated[
+    bool,
+    typer.Option(
+        "--submit", help="Return when the run is in the queue of Slurm or Kubernetes, whose job runs it to its end."
+    ),
+]
 AllRanksOption = Annotated[
     bool,
     typer.Option(
@@ -141,6 +148,23 @@ OutputOption = Annotated[
         show_default=False,
         rich_help_panel=MORE,
         help="auto, live, plain or json; auto is live on a terminal, and plain lines elsewhere.",
+    ),
+]
+DebugOption = Annotated[
+    int | None,
+    typer.Option(
+        "--debug",
+        metavar=OPTIONAL_NUMBER,
+        min=0,
+        help="Connect this terminal to pdb in a rank, by default 0, at breakpoint() or an exception; the others wait.",
+    ),
+]
+ListenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        rich_help_panel=MORE,
+        help="With --debug: let an editor connect to debugpy in the rank, on 127.0.0.1 of its host.",
     ),
 ]
 ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
@@ -193,6 +217,25 @@ VerboseOption = Annotated[
         help="Log on stderr what ddptrain decides, and show all frames of tracebacks; also DDPTRAIN_LOG=debug.",
     ),
 ]
+
+
+def debug_rank(rank: int | None, listen: str | None, output: str, *, detach: bool) -> Debug | None:
+    """Return what --debug and --listen ask for. Raises UsageError."""
+    from ddptrain.driver.control.debugger import check_input
+    from ddptrain.protocol.rank_spec import Debug
+
+    if listen is not None:
+        host, _, port = listen.rpartition(":")
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise UsageError(f"--listen {listen}: expected a port, as 5678, or HOST:PORT")
+        return Debug(rank or 0, int(port), host.strip("[]") or "127.0.0.1")
+    if rank is None:
+        return None
+    if detach or output == "json":
+        unfit = "--detach" if detach else "--output json"
+        raise UsageError(f"--debug connects this terminal to the debugger: leave {unfit} out, or give --listen PORT")
+    check_input()
+    return Debug(rank)
 
 
 def set_option(example: str) -> Any:

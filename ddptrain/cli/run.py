@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,11 @@ class RunCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; the options of torchrun are in ctx.meta. Raises UsageError."""
-        own = {name: not getattr(param, "is_flag", True) for param in self.params for name in param.opts}
+        own = {
+            name: "" if getattr(param, "is_flag", True) else param.metavar or "VALUE"
+            for param in self.params
+            for name in param.opts
+        }
         ctx.meta[TORCHRUN], rest = torchrun.read(args, os.environ, own)
         return super().parse_args(ctx, rest)
 
@@ -51,6 +56,8 @@ def run(
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
+    debug: opt.DebugOption = None,
+    listen: opt.ListenOption = None,
     all_ranks: opt.AllRanksOption = False,
     verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
@@ -83,6 +90,7 @@ def run(
         launch = LaunchOptions(
             run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, shown
         )
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach))
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
 
 

@@ -37,6 +37,9 @@ def train(
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
+    submit: opt.SubmitOption = False,
+    debug: opt.DebugOption = None,
+    listen: opt.ListenOption = None,
     all_ranks: opt.AllRanksOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
@@ -57,7 +60,8 @@ def train(
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
-        start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach or submit))
+        start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach, submit=submit)
 
 
 def reporting_of(source: str, files: Sequence[str] | None) -> Reporting:
@@ -79,6 +83,7 @@ def start(
     ready: bool,
     dry_run: bool,
     detach: bool,
+    submit: bool = False,
 ) -> None:
     """Run a configuration for `train` and `run`. Raises typer.Exit with the exit code.
 
@@ -103,6 +108,8 @@ def start(
             "--resume RUN continues a run that has its id: leave --run-id out, or give --resume auto, which starts "
             "the run with that id or continues it"
         )
+    if submit:
+        raise typer.Exit(_submitted(ctx, resolved, options))
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=options.output == "json"))
     observers: list[RunObserver] = [reporting]
@@ -143,6 +150,26 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     for line in [begun.reason] if begun.done else lines:
         say(line)
     write([begun.run_id])
+    return 0
+
+
+def _submitted(ctx: typer.Context, resolved: ResolvedConfig, options: LaunchOptions) -> int:
+    """Send the same command to the queue of a batch system, for a run that is listed from now on."""
+    from ddptrain.driver.submit import submit
+
+    typed = _typed(ctx, leave_out={"submit", "output", "verbose", "runs_dir", "run_id", "resume"})
+    run, reason = submit(
+        resolved, [str(ctx.command.name), *typed], options.run_id, options.resume, options.allow_changes
+    )
+    job = run.record.jobs[-1].description if run.goes_on else ""
+    if options.output == "json":
+        print_json({"event": "run_submitted", "run_id": run.run_id, "run_dir": run.where, "job": job}, indent=None)
+        return 0
+    name = run.run_id if resolved.config.results.dir == "runs" else shlex.quote(run.where)
+    following = f"follow it with ddptrain watch {name}, stop it with ddptrain stop {name}"
+    for line in filter(None, (reason, job and f"run {run.run_id} is queued as {job}; {following}")):
+        say(line)
+    write([run.run_id])
     return 0
 
 

@@ -90,10 +90,7 @@ def _advice(wrong: set[str], driver: Mapping[str, str | None], torch: str | None
         "distributed": f"'distributed>={'.'.join(map(str, _OLDEST_DASK))}'",
         "dask-pytorch-ddp": "dask-pytorch-ddp",
     }
-    steps = []
-    if "python" in wrong:
-        version = ".".join(map(str, _numbers(driver["python"])))
-        steps.append(f"use Python {version} there, or their version for the driver")
-    if install := [requirement for column, requirement in wanted.items() if column in wrong]:
-        steps.append(f"install what is marked there (pip install {' '.join(install)}) and restart those processes")
-    return f"To do: {'; '.join(steps)}"
+    install = " ".join(requirement for column, requirement in wanted.items() if column in wrong)
+    python = f"use Python {'.'.join(map(str, _numbers(driver['python'])))} there" if "python" in wrong else ""
+    steps = (python, install and f"install what is marked there (pip install {install}) and restart those processes")
+    return f"To do: {'; '.join(filter(None, steps))}"

@@ -29,6 +29,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import SharedRun, cluster_for
+from ddptrain.driver.control.debugger import DebuggerTerminal, check_debug
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, summary
@@ -47,11 +48,11 @@ from ddptrain.driver.tracking.setup import TrackingSetup, check_trackers
 from ddptrain.driver.transfer.environment import Environment, environment_of
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.errors import ClusterError, DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log, set_context
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.exec_env import JOB, without_working_directory
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.errors import ResultsError
@@ -71,7 +72,8 @@ if TYPE_CHECKING:
     from ddptrain.driver.ranks import AttemptEnd, RankPlace
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.workers import Workers
-    from ddptrain.protocol.rank_spec import RankSpec
+    from ddptrain.protocol.rank_spec import Debug, RankSpec
+    from ddptrain.results.run_record import JobRecord
 
 
 _log = Log(__name__)
@@ -93,6 +95,7 @@ class LaunchOptions:
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     observers: Sequence[RunObserver] = ()
     inputs: Mapping[str, bytes] = field(default_factory=dict)  # files for the ranks, by name: in ctx.inputs
+    debug: Debug | None = None  # the rank that is debugged
     shared: SharedRun | None = None  # the run is one of several in this process, each in a thread; without a display
 
 
@@ -106,6 +109,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     check_trackers(config)
     environment = environment_of(resolved)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
+    check_debug(options.debug, machine.ranks if machine is not None else config.cluster.slots)
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
     runs = open_runs_dir(config.results.dir)
@@ -192,6 +196,10 @@ class Run:
         shared, layout, is_training = self.options.shared, self.writer.layout, self.options.evaluation is None
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.observers: list[RunObserver] = [*self.options.observers]
+        debug, debugger = self.options.debug, None
+        if debug is not None and not debug.port:
+            debugger = DebuggerTerminal(debug.rank, self.signals, self.inbox)
+            self.observers.insert(0, debugger)
         if shared is None:
             display = Display(
                 self.options.output,
@@ -200,12 +208,14 @@ class Run:
                 stdout=sys.stderr if self.options.to_stderr else None,
                 all_ranks=self.options.all_ranks,
                 stage="" if is_training else _EVALUATION,
+                debugger=debugger,
             )
             self.observers.insert(0, display)
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
-        score = {"nan": "ignore"}  # which may be NaN
-        self.failure = self.config.failure if is_training else self.config.failure.model_copy(update=score)
+        nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        nan = "warn" if debug is not None and nan == "stop" else nan
+        self.failure = self.config.failure.model_copy(update={"nan": nan})
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.failure)
         python = python_of(self.environment.digest) if self.environment is not None else ""
@@ -330,12 +340,14 @@ class Run:
             tracking,
             self.options.evaluation,
             self.options.full_traceback,
+            self.options.debug,
             self.recorder.status,
         )
         restarts = RestartPolicy(self.config.failure)
         checkpoint = self._resumed()
         while True:
             places = self._reserve(session, workers)
+            check_debug(self.options.debug, len(places))
             number = len(self.writer.record.attempts) + 1
             set_context(attempt=number)
             self.writer.go_on_from(checkpoint, policy)
@@ -388,7 +400,7 @@ class Run:
 
     def _resumed(self) -> VerifiedCheckpoint | None:
         """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
-        if self.choice is None or self.choice.folder is None:
+        if self.choice is None or self.choice.folder is None or not self.writer.record.attempts:
             return None
         with self.signals.interrupting():
             checkpoint = newest_verified(self.writer.layout, lambda text: self.recorder.show(text, "warning"))
@@ -451,7 +463,8 @@ class Run:
         logs = [self.writer.layout.log(place.rank) for place in places]
         output = RankOutput(ranks, logs, self.inbox, workers.fetch, workers.has)
         transfer = TransferQueue(self.writer, policy, self.inbox, output.source)
-        watchdog = new_watchdog(self.config.failure.hang_timeout_s, self.config.cluster.start_timeout_s)
+        limit_s = None if self.options.debug else self.config.failure.hang_timeout_s
+        watchdog = new_watchdog(limit_s, self.config.cluster.start_timeout_s)
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, watchdog, now())
         try:
             return AttemptLoop(attempt, self.inbox, self.cluster.worker_fault).run()
@@ -477,6 +490,14 @@ class Run:
         Return another run_end if a run that succeeded could not be stored.
         """
         run_end = self._flushed(name_stop_command(run_end) if self.signals.asked else run_end)
+        job = None
+        if run_end.status == RunStatus.PREEMPTED and JOB in os.environ:
+            from ddptrain.driver.submit import job_to_restart
+
+            if (job := job_to_restart(self.writer.run_id, run_end.failure, self.recorder.warn)) is not None:
+                run_end = dataclasses.replace(
+                    run_end, status=RunStatus.QUEUED, more=f"; {job.description} starts again"
+                )
         _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.line or None)
         view = self._finish(run_end)
         if (kept := self._flushed(run_end)) is not run_end:
@@ -487,7 +508,19 @@ class Run:
         for observer in self.observers:
             observer.on_end(view)
             self.ended = True  # the first one is the display
+        if job is not None:
+            self._restart(job, run_end)
         return run_end
+
+    def _restart(self, job: JobRecord, run_end: RunEnd) -> None:
+        """Have the job of this driver started again: the run is in the queue then."""
+        from ddptrain.driver.submit import restart
+
+        try:
+            restart(job)
+        except ClusterError as error:
+            self._warn(f"the run is not queued: {error}")
+            self.writer.update(status=RunStatus.PREEMPTED)
 
     def _finish(self, run_end: RunEnd) -> RecordedRun:
         """Write the end of the run, the use of its time, and the last event; return the run."""

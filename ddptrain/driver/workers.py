@@ -329,10 +329,11 @@ class Workers:
             run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
             send(self.client, run)
 
-    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
-        """Send these ranks a command. Does not wait."""
+    def tell(self, specs: Sequence[RankSpec], command: Command, text: str | None = None) -> None:
+        """Send these ranks a command, INPUT with a text. Does not wait."""
         _log.info("command to ranks", command=str(command), ranks=[spec.rank for spec in specs])
-        self._order(driver_calls.send_command, [spec.key for spec in specs], str(command))
+        order = str(command) if text is None else f"{command} {json.dumps(text)}"
+        self._order(driver_calls.send_command, [spec.key for spec in specs], order)
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         """Return bytes of a file in a worker's spool, through the scheduler. Waits until they are here or it is lost.

@@ -6,6 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 
+JOB = (
+    "DDPTRAIN_JOB"  # of a driver that --submit has sent, as "slurm 12 RUN_ID": the backend, the id of its job, the run
+)
 _PREFIXES = (
     *("LD_", "MALLOC_", "GLIBC_", "LANG", "LC_", "PYTHON"),  # read by the C library and the interpreter at the start
     # Read by the libraries of a rank when they are imported or loaded.

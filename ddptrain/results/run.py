@@ -266,6 +266,11 @@ class Run:
         return self.record.status == RunStatus.RUNNING
 
     @property
+    def goes_on(self) -> bool:
+        """Whether its end is still to come: it is running, or in the queue of a batch system."""
+        return self.status in (RunStatus.RUNNING, RunStatus.QUEUED)
+
+    @property
     def changed_at(self) -> float:
         """When a file of the run changed last, in seconds since 1970; 0 if there is none."""
         times = [0.0]

@@ -22,6 +22,7 @@ from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_sch
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
+from ddptrain.protocol.exec_env import JOB
 
 SCHEMA = 1
 _A_DAY_S = 86_400.0
@@ -32,15 +33,15 @@ ENDED_BY_STOP = "ended by ddptrain stop"
 
 
 class RunStatus(StrEnum):
-    """The status of a run. run.json has one of the first five; readers derive the others."""
+    """The status of a run. run.json has one of the first six; readers derive the others."""
 
+    QUEUED = "queued"  # its driver waits in the queue of a batch system, or its ranks for slots that others hold
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
     WAITING = "waiting"
-    QUEUED = "queued"
     UNREADABLE = "unreadable"
 
 
@@ -215,6 +216,48 @@ class DriverRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job of a batch system in which `starts` drivers of the run have begun.
+
+    state: as the batch system reports it; "" in run.json.
+    """
+
+    backend: str = ""
+    id: str = ""
+    starts: int = 0
+    state: str = ""
+
+    @property
+    def description(self) -> str:
+        """The job, for messages."""
+        return f"{self.backend} job {self.id}"
+
+    @classmethod
+    def of_this_process(cls, run_id: str) -> Self | None:
+        """Return the job in which this process is a driver of the run; None outside of a job."""
+        if (job := cls.submitted(run_id)) is None and (slurm_id := os.environ.get("SLURM_JOB_ID")):
+            job = cls("slurm", slurm_id)
+        return job
+
+    @classmethod
+    def submitted(cls, run_id: str) -> Self | None:
+        """Return the job of this process if it was submitted for this run."""
+        match os.environ.get(JOB, "").split(" "):
+            case [backend, job, run] if run == run_id:
+                return cls(backend, job)
+        return None
+
+
+def jobs_with_this(jobs: Sequence[JobRecord], run_id: str) -> tuple[JobRecord, ...]:
+    """Return the jobs of a run after a start of its driver by this process."""
+    if (job := JobRecord.of_this_process(run_id)) is None:
+        return tuple(jobs)
+    same = [each for each in jobs if (each.backend, each.id) == (job.backend, job.id)]
+    others = (each for each in jobs if each not in same)
+    return (*others, dataclasses.replace(job, starts=1 + sum(each.starts for each in same)))
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentValue:
     """A variable of the ranks' environment; `source` is "user" or "ddptrain"."""
 
@@ -291,6 +334,7 @@ class RunRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
     rank_environment: Mapping[str, EnvironmentValue] = field(default_factory=dict)
     driver: DriverRecord = field(default_factory=DriverRecord)
+    jobs: tuple[JobRecord, ...] = ()  # the last one is the newest
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     progress: ProgressRecord | None = None
     time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/time_use.py

@@ -67,7 +67,7 @@ async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_w
 
 async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
     """Send a command to the ranks with these keys that run on this worker. Raises CommandError."""
-    command = commands.decode(order)
+    command, _ = commands.decode(order)
     with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
@@ -76,7 +76,7 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
                 stack_reports.report_stacks(files, started[0], attempt, rank)
-            server.send_command(key, command)
+            server.send_command(key, order)
 
 
 async def read_spool(path: str, offset: int, size_bytes: int) -> bytes:

@@ -172,32 +172,15 @@ class EmbeddedCluster(Cluster):
             self._loop.close()
 
     def _start_scheduler(self) -> str:
+        from ddptrain.clusters.scheduler.scheduler_process import new_scheduler
+
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
         threading.Thread(target=self._serve, name="ddptrain-scheduler", daemon=True).start()
         try:
-            starting = asyncio.run_coroutine_threadsafe(_new_scheduler(self.scratch), self._loop)
+            # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
+            starting = asyncio.run_coroutine_threadsafe(new_scheduler(self.scratch, self.scratch), self._loop)
             self._scheduler = starting.result(_SCHEDULER_START_S)
         except Exception as error:
             reason = str(error) or f"no answer within {_SCHEDULER_START_S:g} s"
             raise ClusterError(f"the embedded Dask scheduler could not start: {reason}") from error
         return str(self._scheduler.address)
-
-
-async def _new_scheduler(scratch: Path) -> Scheduler:
-    import dask
-    from distributed import Scheduler
-
-    from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_CONFIG
-
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
-    # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
-    with dask.config.set(SCHEDULER_CONFIG):
-        scheduler: Scheduler = await Scheduler(
-            protocol="tls",
-            host="127.0.0.1",
-            port=0,
-            security=own_security(scratch),
-            dashboard=False,
-            dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
-            local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
-        )
-        return scheduler

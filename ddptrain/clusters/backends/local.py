@@ -39,10 +39,7 @@ class LocalBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended, or None."""
-        running = processes.running(str(cluster.folder))
-        return next(
-            (f"the {part.name} (pid {part.pid}) has ended" for part in cluster.parts if part.pid not in running), None
-        )
+        return processes.ended(cluster.parts)
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler and worker; a worker logs only what goes wrong."""

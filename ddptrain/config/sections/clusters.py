@@ -64,7 +64,7 @@ class SshSettings(Strict):
 
 
 class SlurmSettings(Strict):
-    """A Slurm job for scheduler and workers."""
+    """A Slurm job for scheduler and workers; in a job, that job is used, with all its nodes by default."""
 
     nodes: Ranks = Field(default=1, description="Nodes, one worker each.")
     ranks_per_node: Literal["auto"] | Ranks = Field(
@@ -79,6 +79,10 @@ class SlurmSettings(Strict):
     )
     setup: list[Line] = Field(default_factory=list, description="Shell lines to run first, as module load cuda.")
     python: Line | None = Field(default=None, description="Python on the nodes; by default the one that runs this.")
+    container_image: Line | None = Field(
+        default=None, description="Image of the workers' containers, which have ddptrain; needs the plugin pyxis."
+    )
+    container_mounts: list[Line] = Field(default_factory=list, description="Mounts there, as /data:/data:ro.")
     folder: FilledText | None = Field(
         default=None, description="Folder for the job's files, on a file system shared with the nodes."
     )
