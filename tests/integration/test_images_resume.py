@@ -18,6 +18,7 @@ import yaml
 from tests.conftest import PATIENCE_S, Cli, Running
 from tests.servers.faultproxy import FaultProxy, fault_proxy
 from tests.servers.images_on_s3 import ImageBucket, images_on_s3
+from tests.support.command import wait_until
 
 BATCH = 8  # images in a step of both ranks
 STEPS = 30  # 120 images to train on, twice
@@ -68,10 +69,7 @@ class Runs:
 
     def wait_until_heard(self, run: str) -> None:
         """Until every rank's steps are home that the newest checkpoint holds: a rank's lines come by themselves."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not all((rank, self.saved(run)) in self.steps(run) for rank in range(2)):
-            assert time.monotonic() < deadline, "the steps of the checkpoint are not there"
-            time.sleep(0.02)
+        wait_until(lambda: all((rank, self.saved(run)) in self.steps(run) for rank in range(2)))
 
     def saved(self, run: str) -> int:
         """The step of the newest checkpoint."""

@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ddptrain.clusters import processes
 from ddptrain.clusters.processes import FOLDER, PYTHON
 from ddptrain.clusters.signals import deferred, interruptible
 from ddptrain.errors import ClusterError, Interrupted
+from tests.support.command import wait_until
 
 # --- Processes that outlive the command: found again, ended as a whole, never mistaken for another ---
 
@@ -47,10 +47,7 @@ def start(folder: str) -> Iterator[Start]:
         used.add(where)
         processes.located(where).mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = processes.start(where, "it", [PYTHON, "-c", code, f"{FOLDER}/key.pem"], files)
-        deadline = time.monotonic() + 60
-        while "serving" not in processes.tail(where, "it", 100) and "raise" not in code:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: "serving" in processes.tail(where, "it", 100) or "raise" in code)
         return pid
 
     yield begin

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
+from tests.support.command import wait_until
 
 # --- A request in the run directory is a signal to its driver, and to no other process ---
 
@@ -53,10 +53,7 @@ def ask(writer: RunWriter, request: StopRequest | str) -> None:
     beside = writer.layout.root / "beside"
     beside.write_text(request if isinstance(request, str) else text(request))
     beside.replace(writer.layout.stop_json)
-    deadline = time.monotonic() + 60
-    while writer.layout.stop_json.exists():
-        assert time.monotonic() < deadline, "nobody took the request"
-        time.sleep(0.01)
+    wait_until(lambda: not writer.layout.stop_json.exists())
 
 
 def message(signals: Signals) -> SignalReceived:

@@ -22,7 +22,8 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
-from tests.unit.worker.stubs import has_ended, until
+from tests.support.command import wait_until
+from tests.unit.worker.stubs import has_ended
 
 PREPARES = """
 import os, sys, time
@@ -143,7 +144,7 @@ inputs.wait(lambda pid: print(pid, flush=True))
         assert driver.stdout is not None
         pid = int(driver.stdout.readline())
         driver.send_signal(signal.SIGKILL)
-    until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
+    wait_until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
 
 
 class Elsewhere:
