@@ -68,3 +68,10 @@ def test_process_ends_with_its_parent() -> None:
     )
     psutil.wait_procs([psutil.Process(int(done.stdout))] if psutil.pid_exists(int(done.stdout)) else [], timeout=10)
     assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_process_finds_modules_of_a_changed_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("def main(request, send):\n    send(request)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Isolated("only_here:main", 1) as process:
+        assert list(process.answers()) == [1]

@@ -26,7 +26,7 @@ from ddptrain.rank.checkpoint.files import read_state
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, from_bytes
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.checkpoint import load_checkpoint
-from ddptrain.workloads.images.evaluate import _known_classes
+from ddptrain.workloads.images.train import _known_classes
 from tests.unit.rank.ranks import CPU, Gang, MakeRank, Rank, full_after, make_rank, rank
 
 __all__ = ["make_rank", "rank"]

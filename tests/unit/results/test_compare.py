@@ -9,7 +9,6 @@ import pytest
 
 from ddptrain.errors import UsageError
 from ddptrain.results.compare import compare_runs, comparison_text, find_differences
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, BestRecord, CodeRecord, GitRecord, RankRecord, RunRecord
 
@@ -17,7 +16,7 @@ Rows = list[tuple[int, dict[str, float | None]]]
 
 
 def put(folder: Path, run_id: str, rows: Rows, **fields: Any) -> Run:
-    layout = RunLayout(folder / run_id)
+    layout = Run(folder / run_id)
     layout.root.mkdir()
     lines = [json.dumps({"time_s": step, "step": step, "rank": 0, **values}) for step, values in rows]
     layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
@@ -120,7 +119,7 @@ def test_axis_is_one_that_all_runs_have(tmp_path: Path) -> None:
 
 
 def put_inputs(folder: Path, run_id: str, config: str = "", manifest: str = "", **fields: Any) -> Run:
-    layout = RunLayout(folder / run_id)
+    layout = Run(folder / run_id)
     layout.inputs_dir.mkdir(parents=True)
     layout.config_yaml.write_text(config)
     if manifest:

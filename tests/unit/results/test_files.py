@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -112,16 +113,35 @@ def test_error_that_ends_the_driver_is_the_last_line(tmp_path: Path) -> None:
     assert words_of(tmp_path / "ddptrain.log")[-1] == r'INFO driver run=toy-1 driver ends error="ValueError: no\\nway"'
 
 
-def test_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, data: bytes) -> None:
-        raise OSError(28, "No space left on device")
+def test_link_that_another_user_has_planted_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine\n")
+    (tmp_path / "ddptrain.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(ResultsError, match="symbolic link"), driver_log(tmp_path / "ddptrain.log", "toy-1", []):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine\n"
 
-    with driver_log(tmp_path / "ddptrain.log", "toy-1", []):
-        monkeypatch.setattr("ddptrain.file_ops.write_all", full)
-        LOG.info("lost")
-        monkeypatch.undo()
-        LOG.info("also lost: half a line may stand before it")
-    assert len(words_of(tmp_path / "ddptrain.log")) == 1
+
+def test_full_disk_ends_the_log_and_not_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "ddptrain.log"
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with driver_log(path, "toy-1", []):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+            LOG.info("lost")
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            LOG.info("also lost: half a line may stand before it")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(words_of(path)) == 1
+
+
+def test_line_that_a_killed_driver_has_left_incomplete_is_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "ddptrain.log"
+    path.write_text("2026-01-01T00:00:00.000Z INFO driver cut o")
+    with driver_log(path, "toy-1", []):
+        pass
+    assert [line.split()[0] for line in words_of(path)] == ["INFO", "INFO"]
 
 
 def test_log_of_one_of_several_runs_has_its_own_records_only(tmp_path: Path) -> None:
@@ -129,7 +149,7 @@ def test_log_of_one_of_several_runs_has_its_own_records_only(tmp_path: Path) -> 
         path = tmp_path / f"{only_own}.log"
         with driver_log(path, "toy-1", [], only_own=only_own):
             LOG.info("own")
-            logging.getLogger("ddptrain.driver.test").info("of another run")
+            logging.getLogger("ddptrain.other").info("of another run")
         return len(words_of(path))
 
     assert (lines(True), lines(False)) == (2, 3)

@@ -199,12 +199,3 @@ def test_rank_whose_folder_is_not_on_its_host_runs_in_its_spool(dask: DaskBench)
         scratch = driver.attach("ours")["scratch"]
         assert ended(driver.start("ours", "say(spec.code.workdir)", workdir="/no/such/folder")).status == 0
         assert driver.said("ours").startswith(scratch)
-
-
-def test_files_outside_of_the_scratch_folder_are_not_read(dask: DaskBench) -> None:
-    with dask.driver("r-files") as driver:
-        scratch = driver.attach("ours")["scratch"]
-        token = driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/token", 0, 100, worker="ours")
-        assert token.decode() == driver.about["ours"]["token"]
-        with pytest.raises(PermissionError, match="outside of the scratch folder"):
-            driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/../../../etc/passwd", 0, 10, worker="ours")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.classifier import SavedConfig, SavedModel, build
 from ddptrain.workloads.images.listing import GivenImage, find_images
+from ddptrain.workloads.images.model import SavedConfig, SavedModel, build
 from ddptrain.workloads.images.predict import Classifier, ImageResult, choose_device, default_batch_size
 from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.batches import Batch, Images
-from ddptrain.workloads.images.classifier import PixelNormalizer, build
+from ddptrain.workloads.images.data import Batch, Images
 from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.model import ModelInput, build
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import described_again
 from tests.unit.workloads.petnames_ranks import run_ranks
@@ -157,7 +157,7 @@ def test_validation_is_exact_over_uneven_ranks_and_leaves_bad_images_out(
     assert len(batch.index) == len(manifest.val) - 2 * (case == UNEVEN)
     model, pixels = (
         build(state["extra"]["model_config"]),
-        PixelNormalizer(state["extra"]["model_config"], torch.device("cpu")),
+        ModelInput(state["extra"]["model_config"], torch.device("cpu")),
     )
     model.load_state_dict(weights)
     targets = batch.labels
@@ -178,6 +178,18 @@ def predictions(runs: Path, world_size: int, case: int) -> list[dict[str, str]]:
     folder = runs / f"world-{world_size}" / f"case-{case}"
     files = [folder / f"rank-{rank}.csv" for rank in range(world_size)]
     return [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", [UNEVEN, STRAIGHT])
+def test_mistakes_of_all_ranks_are_in_one_table(runs: Path, world_size: int, case: int) -> None:
+    first, *others = (dict(rank["tables"]) for rank in ranks_of(runs, world_size, case))
+    shown = first["val_mistakes"]
+    wrong = [row for row in predictions(runs, world_size, case) if row["label"] != row["prediction"]]
+    wrong.sort(key=lambda row: -float(row["probability"]))
+    assert not any("val_mistakes" in tables for tables in others)
+    assert [score for *_, score in shown] == [pytest.approx(float(row["probability"]), 1e-4) for row in wrong[:24]]
+    assert Counter((label, said) for label, said, _ in shown) == Counter((r["label"], r["prediction"]) for r in wrong)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -270,7 +282,8 @@ def test_rank_0_makes_pictures_of_examples_with_what_they_are_taken_for(runs: Pa
 def test_every_fourth_batch_of_the_last_epoch_and_the_first_is_in_the_table_of_what_was_trained_on(runs: Path) -> None:
     for rank in ranks_of(runs, 2, STRAIGHT):
         assert len(rank["images"]) == 12  # 3 epochs of 4 steps
-        assert rank["tables"] == [["train_predictions", len(rank["images"][-4])]]
+        tables = [(name, len(rows)) for name, rows in rank["tables"] if name != "val_mistakes"]
+        assert tables == [("train_predictions", len(rank["images"][-4]))]
 
 
 def test_label_map_keeps_the_head_and_trains_and_validates_the_mapped_outputs(runs: Path) -> None:

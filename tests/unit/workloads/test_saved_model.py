@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.workloads import saved_model
-from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint
+from ddptrain.workloads import checkpoint as saved_model
+from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint, load_trained
 from ddptrain.workloads.export import describe_model, export_model
-from ddptrain.workloads.images.classifier import build as build_model
-from ddptrain.workloads.saved_model import load_trained
+from ddptrain.workloads.images.model import build as build_model
 from tests.unit.workloads.images_runs import description, make_run, model_of_colours
 from tests.unit.workloads.test_petnames_generate import save_checkpoint, untrained
 

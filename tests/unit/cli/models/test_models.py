@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from ddptrain.cli.main import app
 from ddptrain.cli.trained import open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 
 MANIFEST = {
     "step": 5,
@@ -27,7 +27,7 @@ def make_run(runs: Path, run_id: str, loss: float) -> Path:
     """A run directory as `train` leaves it, with one checkpoint."""
     from hashlib import sha256
 
-    folder = RunLayout(runs / run_id)
+    folder = Run(runs / run_id)
     checkpoint = folder.checkpoints_dir / "step-5"
     checkpoint.mkdir(parents=True)
     weights = f"{loss:07.3f}".encode()

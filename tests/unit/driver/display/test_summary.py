@@ -48,7 +48,7 @@ def test_where_the_time_went_is_one_line(tmp_path: Path) -> None:
         writer.update(attempts=(AttemptRecord(1, started, end, 1, "succeeded"),), ended_at=end)
         for kind, seconds in (("run_started", 3), ("entered", 5), ("timed", 40), ("finished", 58)):
             fields = {"attempt": 1, "activity": "evaluation", "seconds": 10.5}
-            writer.event({"event": kind, "time_s": began.timestamp() + seconds, **fields})
+            writer.event({"event": kind, "run_s": seconds, **fields})
         told = summary_lines(ended(writer, RunStatus.SUCCEEDED, 60.0))
     line = "  time    queue 3.0 s, start 2.0 s, training 42.5 s, evaluation 10.5 s, end 2.0 s"
     assert told[1:] == [line, f"  results {tmp_path / 'r'}"]

@@ -22,7 +22,7 @@ from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Tracked
 from ddptrain.protocol.rank_spec import Placement
-from ddptrain.results.layout import Origin, RunLayout
+from ddptrain.results.layout import Origin
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -196,7 +196,7 @@ def test_variables_go_along_to_other_clusters_less_those_of_this_machine(make: M
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
+def layout(tmp_path: Path) -> Run:
     """A run that W&B has recorded offline; run.json says that a driver on another host runs it, silent for an hour."""
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
         part = writer.layout.tracking_dir / "wandb" / "offline-run-20250101_000000-w1"
@@ -220,17 +220,17 @@ def home_wandb_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def sync(layout: RunLayout) -> SyncResult:
+def sync(layout: Run) -> SyncResult:
     return sync_run(Run(layout.root), {"HOME": os.environ["HOME"]}, time.monotonic() + 60)
 
 
-def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: RunLayout) -> None:
+def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: Run) -> None:
     layout.lock_file.touch()
     assert sync(layout).skipped == "it is running"
 
 
 @pytest.mark.usefixtures("home_wandb_sync")
-def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: RunLayout) -> None:
+def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: Run) -> None:
     layout.lock_file.touch()
     os.utime(layout.lock_file, (1, 1))
     with pytest.raises(UsageError, match="there is no API key"):
@@ -238,14 +238,14 @@ def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: RunLayout) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
-def test_run_of_another_user_is_left_alone(layout: RunLayout) -> None:
+def test_run_of_another_user_is_left_alone(layout: Run) -> None:
     os.chown(layout.root, 65534, 65534)
     assert sync(layout).skipped == "it belongs to another user"
     assert not (layout.tracking_dir / "wandb" / ".sync.lock").exists()
 
 
 @pytest.mark.usefixtures("home_wandb_sync")
-def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path: Path) -> None:
+def test_lock_of_a_sync_is_not_taken_through_a_link(layout: Run, tmp_path: Path) -> None:
     record = dataclasses.replace(Run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
     layout.run_json.write_text(record.to_json())
     (tmp_path / "precious").write_text("precious\n")
@@ -257,9 +257,7 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
 
 
 @pytest.mark.usefixtures("home_wandb_sync")
-def test_error_of_wandb_is_shown_without_the_key(
-    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_wandb_is_shown_without_the_key(layout: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = dataclasses.replace(Run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
     layout.run_json.write_text(record.to_json())
     program = tmp_path / "program"  # runs in place of `python -P -m wandb sync`

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
 from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, plot_of, terminal_charts
@@ -22,7 +21,7 @@ from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, p
 
 
 def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> Run:
-    layout = RunLayout(root)
+    layout = Run(root)
     layout.metrics_jsonl.write_text("".join(json.dumps({"time_s": 0, "rank": 0, **line}) + "\n" for line in lines))
     return Run(layout.root, RunRecord(run_id="r", status=status))
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import (
     FailureRecord,
@@ -44,7 +43,7 @@ def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_many_artifacts_is_one_line(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
+    layout = Run(tmp_path)
     for path in ["names.json", *(f"few/{n}.png" for n in range(2)), *(f"many/{n}.png" for n in range(9))]:
         (layout.artifacts_dir / path).parent.mkdir(parents=True, exist_ok=True)
         (layout.artifacts_dir / path).write_bytes(b"12345678")
@@ -66,7 +65,7 @@ def tracked_run(folder: Path) -> Run:
     told = {"id": "w1", "mode": "offline", "folder": "/there/wandb/part"}
     found = {"wandb": told, "wandb/rank_1": told | {"id": "w1-1"}, "tensorboard": {"folder": "/here"}}
     online = {f"wandb/rank_{rank}": {"id": f"w1-{rank}", "url": f"https://w/w1-{rank}"} for rank in (10, 2)}
-    layout = RunLayout(folder)
+    layout = Run(folder)
     links = layout.tracking_dir / "wandb/links.json"
     links.parent.mkdir(parents=True)
     links.write_text(json.dumps({name: f"https://w/{name}" for name in ("w1", "w1-1", "w1-rank_3")}))
@@ -94,7 +93,7 @@ def test_links_of_all_runs_are_shown_also_of_those_that_were_sent_afterwards(tmp
     ],
 )
 def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, folder: str, shown: str) -> None:
-    layout = RunLayout(tmp_path / "r")
+    layout = Run(tmp_path / "r")
     tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
     view = Run(layout.root, RunRecord(run_id="r", status="succeeded", tracking=tracking))
     assert dict(sections(view))["tracking"] == [("wandb", shown)]

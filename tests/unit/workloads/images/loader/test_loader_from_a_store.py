@@ -24,7 +24,7 @@ from tests.support.command import wait_until
 
 if TYPE_CHECKING:  # every test process would import torch, for 2 s
     from ddptrain.rank.loader import RankLoader
-    from ddptrain.workloads.images.batches import Batch
+    from ddptrain.workloads.images.data import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -53,7 +53,7 @@ class Served:
         import torch
 
         from ddptrain.rank.loader import make_loader
-        from ddptrain.workloads.images.batches import Images
+        from ddptrain.workloads.images.data import Images
 
         settings = self.settings(**params)
         data = Images(self.manifest, self.manifest.train, settings, settings.augmentation, deadline_s=deadline_s)

@@ -14,8 +14,18 @@ from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.checkpoint.weights import with_module_versions
-from ddptrain.workloads.images.classifier import MEAN, STD, PixelNormalizer, build, describe
-from ddptrain.workloads.images.weights import BadWeights, built_model, find_pretrained, fit, read
+from ddptrain.workloads.images.model import (
+    MEAN,
+    STD,
+    BadWeights,
+    ModelInput,
+    build,
+    built_model,
+    describe,
+    find_pretrained,
+    fit,
+    read,
+)
 
 CLASSES = ["cat", "dog", "owl"]
 
@@ -79,7 +89,7 @@ def test_unknown_architecture_is_told() -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_pixels_have_the_mean_and_deviation_that_the_weights_want(*, channels_last: bool) -> None:
     images = torch.randint(0, 256, (2, 5, 4, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    pixels = PixelNormalizer(described(), torch.device("cpu"), channels_last=channels_last)(images)
+    pixels = ModelInput(described(), torch.device("cpu"), channels_last=channels_last)(images)
     mean, std = torch.tensor(MEAN)[:, None, None], torch.tensor(STD)[:, None, None]
     torch.testing.assert_close(pixels, (images / 255 - mean) / std)
     assert pixels.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)

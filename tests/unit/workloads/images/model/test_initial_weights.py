@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.workloads.images import weights as initial_weights
-from ddptrain.workloads.images.classifier import MEAN, STD
+from ddptrain.workloads.images import model as initial_weights
+from ddptrain.workloads.images.model import MEAN, STD
 from ddptrain.workloads.images.params import ImagesParams
 
 KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), transforms=None)

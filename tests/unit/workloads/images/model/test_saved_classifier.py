@@ -8,7 +8,7 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.workloads.images.classifier import SavedConfig, build, load_model
+from ddptrain.workloads.images.model import SavedConfig, build, load_model
 from tests.unit.workloads.images_runs import COLOURS, description, make_run
 
 
@@ -73,7 +73,7 @@ def test_anything_else_than_a_description_is_refused(stored: Any) -> None:
 
 
 def test_what_training_describes_is_accepted() -> None:
-    from ddptrain.workloads.images.classifier import describe
+    from ddptrain.workloads.images.model import describe
 
     for architecture in ("small_cnn", "resnet18", "vit_b_16", "maxvit_t", "googlenet"):
         assert SavedConfig.restored(describe(architecture, 224, ["a", "b"])).architecture == architecture
