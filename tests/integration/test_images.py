@@ -112,18 +112,6 @@ def check_checkpoint(folder: Path) -> None:
     assert (config["architecture"], config["classes"]) == ("small_cnn", [str(digit) for digit in range(10)])
 
 
-def test_shipped_configuration_trains_in_an_empty_folder_on_as_many_classes_as_asked_for(
-    tmp_path: Path, run_cli: Cli
-) -> None:
-    ended = run_cli("train", "images-local", "--set", "params.subset=3", "--set", "params.epochs=1")
-    assert ended.rc == 0, ended.stderr
-    assert "300 images of 3 classes in builtin: 240 to train on, 60 to validate with" in ended.stderr
-    assert "Warning" not in ended.stdout + ended.stderr
-    assert len(re.findall(r"^\[rank \d\] epoch 1/1: .* images/s$", ended.stdout, re.MULTILINE)) == 1
-    manifest = json.loads((run_dir(tmp_path) / "inputs/manifest.json").read_text())
-    assert manifest["classes"] == ["circle", "cross", "ring"]
-
-
 def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
     tmp_path: Path, run_cli: Cli, warm_cluster: str
 ) -> None:
@@ -165,10 +153,3 @@ def predicted_keys(run: Path) -> set[str]:
     rows = [row for table in tables for row in csv.DictReader(table.read_text().splitlines())]
     assert len(rows) == 24
     return {row["key"].split("/")[0] for row in rows}
-
-
-def test_resnet_18_learns_handwritten_digits_from_scratch(tmp_path: Path, run_cli: Cli, digits: Path) -> None:
-    resnet = {"architecture": "resnet18", "image_size": 32, "epochs": 6, "batch_size": 32, "base_lr": 0.002}
-    ended = run_cli.start("train", digits_config(tmp_path, digits, **resnet)).finish(900)
-    assert ended.rc == 0, ended.stderr
-    assert record(tmp_path)["last_metrics"]["val/accuracy"] >= 0.97
