@@ -128,7 +128,8 @@ def test_command_speaks_json_and_survives_its_caller(folder: str) -> None:
     assert call("control", folder="dev-1", verb="prepare") == {"result": None}
     assert "no port is free" in run("raise SystemExit('no port is free')", 60.0)["error"]
     written = (
-        "import json, sys, time; json.dump({'address': sys.argv[2]}, open('scheduler.json', 'w')); time.sleep(600)"
+        "import json, os, sys, time; json.dump({'address': sys.argv[2]}, open('new', 'w')); "
+        "os.rename('new', 'scheduler.json'); time.sleep(600)"
     )
     answer = run(written, 60.0)["result"]
     assert (answer["scheduler"], answer["address"]) == ({"address": "127.0.0.1"}, "127.0.0.1")

@@ -147,6 +147,15 @@ inputs.wait(lambda pid: print(pid, flush=True))
     wait_until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
 
 
+def write(path: Path, offset: int, data: bytes) -> str:
+    """Write bytes of a file as a worker does; return its path there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return str(path)
+
+
 class Elsewhere:
     """A Dask client whose workers `far` have a file system of their own, below `root`."""
 
@@ -158,8 +167,7 @@ class Elsewhere:
         if function is driver_calls.holds_file:
             return {worker: worker not in self.far and Path(words[0]).read_text() == words[1] for worker in workers}
         assert function is driver_calls.write_spool
-        _, path, offset, data = words
-        return {worker: driver_calls._write_below(self.root / worker, path, offset, data) for worker in workers}
+        return {worker: write(self.root / worker / words[1], *words[2:]) for worker in workers}
 
 
 def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
