@@ -203,7 +203,7 @@ class RankServerClient:
             child.pid, child.how = report["pid"], report["how"]
             _wake(child)
         elif child.needed_by is None:
-            child.report = report
+            child.report = child.report or report  # the loss of the store is why the rank was stopped
             _wake(child)
         else:
             del self._children[child_id]

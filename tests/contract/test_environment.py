@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import Project, pids_of
-from tests.servers.dask_cluster import wait_until
+from tests.support.command import wait_until
 from tests.support.environments import lock_project, make_environment, make_source, make_wheel
 
 SAYS = """

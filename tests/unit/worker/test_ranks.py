@@ -20,8 +20,8 @@ from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
 from ddptrain.worker import rank_environment, rank_host, rank_task
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
+from tests.support.command import wait_until
 from tests.unit.specs import make_spec
-from tests.unit.worker.stubs import until
 
 # --- When the worker plugin stops ranks, and which slot each of them has ---
 
@@ -278,7 +278,7 @@ def test_gpu_that_hangs_does_not_silence_the_worker(tmp_path: Path, monkeypatch:
     try:
         assert nvml.asked.wait(60)
         seen = len(stage.messages)
-        until(lambda: len(stage.messages) > seen + 2, "news")
+        wait_until(lambda: len(stage.messages) > seen + 2, "news")
         assert all(part.cpu_s is not None for each in stage.news[seen:] for part in each.ranks)
         server.finish()
         task.join(60)

@@ -23,7 +23,8 @@ from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
 from ddptrain.worker.spool import write_chunk
-from tests.unit.worker.stubs import has_ended, until
+from tests.support.command import wait_until
+from tests.unit.worker.stubs import has_ended
 
 PREPARES = """
 import os, sys, time
@@ -144,7 +145,16 @@ inputs.wait(lambda pid: print(pid, flush=True))
         assert driver.stdout is not None
         pid = int(driver.stdout.readline())
         driver.send_signal(signal.SIGKILL)
-    until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
+    wait_until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
+
+
+def write(path: Path, offset: int, data: bytes) -> str:
+    """Write bytes of a file as a worker does; return its path there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return str(path)
 
 
 class Elsewhere:
