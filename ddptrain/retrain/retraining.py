@@ -463,14 +463,21 @@ class Retraining:
     # --- notify, clean up ---
 
     def _conclude(self, end: RetrainRecord, duration_s: float) -> None:
-        """Record the end, notify the users, and clean up. Problems are shown as warnings.
+        """Record the end, notify the users, clean up, and send the last heartbeat. Problems are shown as warnings.
 
         After a training the record stays open until the users are notified: the next start does it if this one is
         killed. Users are notified also if nothing can be recorded, as on a full disk.
         """
         if self.lock.lost is not None:  # the record and the model are another process's now
             self.out.warn("the end of this start is not recorded: another process has taken over")
-            return
+        else:
+            end = self._record_end(end, duration_s)
+        text = f"{end.status}: {end.reason}"
+        continues = end.status in _TO_BE_CONTINUED
+        for problem in self.heartbeat.log(text) if continues else self.heartbeat.end(end.exit_code, text):
+            self.out.warn(problem)
+
+    def _record_end(self, end: RetrainRecord, duration_s: float) -> RetrainRecord:
         is_notified = self._is_done(Stage.NOTIFY)
         trained = end.status in _TRAINED
         try:
@@ -491,10 +498,7 @@ class Retraining:
             self.out.warn(f"the end of the retraining is not recorded: {one_line(error)}")
             if not is_notified:
                 self._notify(end, duration_s)
-        text = f"{end.status}: {end.reason}"
-        continues = end.status in _TO_BE_CONTINUED
-        for problem in self.heartbeat.log(text) if continues else self.heartbeat.end(end.exit_code, text):
-            self.out.warn(problem)
+        return end
 
     def _notify(self, end: RetrainRecord, duration_s: float) -> Sequence[str]:
         """Send a message if the state of the model has changed; return the events of the message."""
