@@ -157,7 +157,7 @@ def _exit_wait(frames: Sequence[str]) -> str:
 
 
 def _functions(frames: Sequence[str]) -> set[str]:
-    """Return the functions of the frames, as "threading.py _shutdown"."""
+    """Return the functions of the frames, each after the name of its file."""
     matches = [match for frame in frames if (match := FRAME.fullmatch(frame)) is not None]
     return {f"{match['file'].rpartition('/')[2]} {match['function']}" for match in matches}
 
