@@ -138,11 +138,7 @@ def number(name: object, value: Any) -> float:
 
 
 def numbers(values: Any) -> dict[str, float]:
-<<<<<<< HEAD
-    """Return the values of a mapping as Python numbers, by name. Raises TypeError."""
-=======
     """Return all values of a mapping as Python numbers. Raises TypeError."""
->>>>>>> main
     if not isinstance(values, Mapping):
         text = f"{shorten(repr(values), 300)} ({type(values).__name__})"
         raise TypeError(f"ctx.log and metrics take names with numbers, as {{'loss': 0.5}}, not {text}")
