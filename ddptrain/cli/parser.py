@@ -186,6 +186,7 @@ _HINTS = {
     "results consolidate": "ddptrain results export RUN --format safetensors",
     "models history": "ddptrain models show MODEL --history",
     "models pin": "ddptrain models alias MODEL@NAME VERSION",
+    "--dry-run": "ddptrain train CONFIG --dry-run checks a file",
     "--junit": "write --report FILE.xml",
     "--full-traceback": "write --verbose",
     "--local-rank": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",

@@ -58,7 +58,8 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, if_needed: bool = False)
         if (view := _look_or_clean_up(name, tell)) is None:
             return _start(config, name, backend, tell)
     if not if_needed:
-        raise UsageError(f"the cluster {name} is up at {view.cluster.address}, {view.total('slots')} slots")
+        where = f"{view.cluster.address}, {view.total('slots')} slots"
+        raise UsageError(f"the cluster {name} is up at {where}; ddptrain cluster down {name} ends it")
     _check_same(view, config)
     tell(f"the cluster {name} is up already")
     return view

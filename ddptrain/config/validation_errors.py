@@ -172,7 +172,7 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
     if len(longer := [dotted((*parent, each)) for each in siblings if each.startswith(f"{name}_")]) > 1:
         return f"did you mean {', '.join(longer[:-1])} or {longer[-1]}?"  # every: every_epochs, every_steps, ...
     if match is None and not parent and schema.params is None:
-        return f"a parameter of the workload is params.{name}; {did_you_mean(name, siblings)}"
+        return f"a parameter of the workload is {dotted(('params', name))}; {did_you_mean(name, siblings)}"
     return f"did you mean {dotted((*parent, match))}?" if match else did_you_mean(name, siblings)
 
 

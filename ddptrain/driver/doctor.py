@@ -125,7 +125,7 @@ def _facts(kind: type[Facts], module: Sequence[str], environ: Mapping[str, str])
             return None, _last_line(done)
         return TypeAdapter(kind).validate_json(done.stdout.strip().splitlines()[-1]), ""
     except subprocess.TimeoutExpired:
-        return None, f"it does not answer within {_PROCESS_S:g} s"
+        return None, f"it does not answer within {_PROCESS_S:g} s; is this machine very busy?"
     except (ValueError, IndexError) as wrong:
         return None, one_line(wrong)
 

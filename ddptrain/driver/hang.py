@@ -82,6 +82,7 @@ _EXIT_WAITS = {
     "threading.py _shutdown": "a non-daemon thread that it has started",
     "util.py _exit_function": "a process that it has started with multiprocessing",
 }
+_LOADER = "dataloader.py _get_data"  # torch's, in a rank that waits for a worker process
 _STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
     "uninterruptible": "its process waits in the kernel, for example for a file system that hangs",
@@ -141,6 +142,8 @@ def _place(rank: Rank) -> str:
     if rank.finished and (exits := _exit_wait(stacks.main)):
         return f"it waits for {exits} to end"
     where = users_frame(stacks.main)
+    if where and _LOADER in _functions(stacks.main):
+        return f"it waits for a worker of its DataLoader at {where}"
     if method := ctx_method(stacks.main):
         return f"it is in {method} at {where}, which all ranks must call"
     busy = ", in compiled code that does not let Python run" if stacks.state == "busy" else ""
@@ -149,9 +152,14 @@ def _place(rank: Rank) -> str:
 
 def _exit_wait(frames: Sequence[str]) -> str:
     """What a process that has done its work waits for before it can exit; "" if that is nothing known."""
+    functions = _functions(frames)
+    return next((text for frame, text in _EXIT_WAITS.items() if frame in functions), "")
+
+
+def _functions(frames: Sequence[str]) -> set[str]:
+    """Return the functions of the frames, each after the name of its file."""
     matches = [match for frame in frames if (match := FRAME.fullmatch(frame)) is not None]
-    names = {f"{match['file'].rpartition('/')[2]} {match['function']}" for match in matches}
-    return next((text for frame, text in _EXIT_WAITS.items() if frame in names), "")
+    return {f"{match['file'].rpartition('/')[2]} {match['function']}" for match in matches}
 
 
 def _still_waits(rank: Rank) -> bool:

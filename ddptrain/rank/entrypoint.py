@@ -41,7 +41,7 @@ def load_function(target: str) -> Callable[..., Any]:
     Raises:
         ImportError: the module is missing.
         AttributeError: the module has no such attribute.
-        TypeError: the attribute is not callable.
+        TypeError: the attribute is not callable, or a call would not run it (async def, yield).
     """
     module_name, _, name = target.partition(":")
     item: Any = importlib.import_module(module_name)
@@ -54,6 +54,8 @@ def load_function(target: str) -> Callable[..., Any]:
         item = getattr(item, part)
     if not callable(item):
         raise TypeError(f"workload {target!r} is {item!r}, not a function")
+    if inspect.iscoroutinefunction(item) or inspect.isgeneratorfunction(item) or inspect.isasyncgenfunction(item):
+        raise TypeError(f"workload {target!r} is defined by async def or has a yield: it must be a plain function")
     return item  # type: ignore[no-any-return]
 
 

@@ -381,7 +381,8 @@ class Run:
         """
         folders = {step_of(path.name): path for path in self.checkpoints()}
         if not folders:
-            raise RunNotFound(f"run {self.root.name} has no checkpoint")
+            why = "its code has not called ctx.checkpoint, or has ended before a save"
+            raise RunNotFound(f"run {self.root.name} has no checkpoint: {why}")
         step = step_of(which)
         if step is not None and step not in folders:
             available = ", ".join(path.name for path in reversed(folders.values()))

@@ -19,6 +19,7 @@ from tests.contract.conftest import Project
         ("train work.yaml --set params.lr 3", "a field is changed as --set KEY=VALUE"),
         ("train work.yaml --set epochs=3", "a parameter of the workload is params.epochs"),
         ("train work.yaml --set env={DEVICES:0,1}", "quotes around a value with a comma"),
+        ("sweep work.yaml --dry-run", "ddptrain train CONFIG --dry-run checks a file"),
         ("torchrun train.py", "did you mean ddptrain run?"),
         ("rm latest", "did you mean ddptrain results rm?"),
         ("results delete latest", "did you mean ddptrain results rm?"),

@@ -33,6 +33,11 @@ def test_params_that_a_function_does_not_take_end_the_run_once(project: Project)
     assert (len(record["attempts"]), record["exit_code"], record["failure"]["kind"]) == (1, 2, "params")
 
 
+def test_function_that_a_call_would_not_run_is_refused(project: Project) -> None:
+    done = project("train", project.function("async def train(ctx):\n    pass\n"), rc=1)
+    assert "is defined by async def or has a yield" in done.stderr.splitlines()[-1]
+
+
 def test_function_that_its_module_lacks_is_named_before_the_start(project: Project) -> None:
     config = project.function("def train(ctx):\n    pass\n", workload="work:trian")
     done = project("train", config, rc=2)

@@ -22,6 +22,7 @@ _MASKS = (
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"), "TIME"),
     (re.compile(r"\d[\d,.]*(?: (?:names|images|samples|steps|batches)/s| (?:ms|s|kB|MB|GB)\b)"), "QUANTITY"),
     (re.compile(r"ETA [\d:]+"), "ETA LEFT"),
+    (re.compile(r"127\.0\.0\.1:\d+"), "ADDRESS"),
     (re.compile(r"samples_per_s [\d,.]+"), "samples_per_s RATE"),
     (re.compile(r"\bprocess \d+"), "process PID"),
     (re.compile(r" on \w[\w.-]*(?=$| failed)"), " on HOST"),

@@ -106,9 +106,10 @@ def load_names(settings: PetnamesParams) -> CleanNames:
         entries = _entries(settings)
     clean = clean_names(entries)
     if not clean.names:
-        raise UsageError(
-            f"no usable name: {clean.report(source).removeprefix('names: ')}; give params.names a list of pet names"
+        found = (
+            clean.report(source).removeprefix("names: ") if clean.left_out else f"{hide_credentials(source)} is empty"
         )
+        raise UsageError(f"no usable name: {found}; give params.names a list of pet names")
     return clean
 
 

@@ -191,7 +191,7 @@ def test_list_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.M
         ("names.json", '{"a": 1}', "not a JSON list of names"),
         ("names.json", '[["luna"]]', "not a JSON list of names"),
         ("names.json", '[{"pet": "luna"}]', "not a JSON list of names"),
-        ("names.txt", "", "no usable name: 0 of 0 from"),
+        ("names.txt", "", "no usable name: .*names.txt is empty"),
         ("names.txt", "123\n", "no usable name.*'123'"),
         ("names.json", "[" * 100_000, "not valid JSON"),
     ],

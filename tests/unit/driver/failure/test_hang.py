@@ -86,6 +86,12 @@ def test_a_rank_that_hangs_in_its_clean_up_is_named_with_the_exception_before() 
     assert "in all_reduce; it is in an except or finally block after ValueError: sample 4711 (stacks: " in found.message
 
 
+def test_rank_that_waits_for_its_loader_says_so() -> None:
+    loader = tuple(f"{TORCH}/utils/data/dataloader.py:{line}" for line in ("1293 _try_get_data", "1466 _get_data"))
+    fault = missing([report(0, (*loader, *LOADING)), report(1, ALL_REDUCE)], 8, 1)
+    assert "it waits for a worker of its DataLoader at train.py:41 in load_batch while rank 1 waits" in fault.message
+
+
 def test_place_is_the_innermost_frame_of_the_users_code() -> None:
     assert users_frame(ALL_REDUCE) == "train.py:50 in step"
     assert users_frame((f"{C10D}:3 all_reduce",)) == "distributed_c10d.py:3 in all_reduce"

@@ -148,15 +148,6 @@ inputs.wait(lambda pid: print(pid, flush=True))
     wait_until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
 
 
-def write(path: Path, offset: int, data: bytes) -> str:
-    """Write bytes of a file as a worker does; return its path there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("r+b" if offset else "wb") as file:
-        file.seek(offset)
-        file.write(data)
-    return str(path)
-
-
 class Elsewhere:
     """A Dask client whose workers `far` have a file system of their own, below `root`."""
 
