@@ -111,7 +111,7 @@ def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") ->
     """
     from ddptrain.model_registry.reference import parse_reference
     from ddptrain.model_registry.registry import ModelRegistry, open_version
-    from ddptrain.workloads.saved_model import load_trained
+    from ddptrain.workloads.checkpoint import load_trained
 
     registry = ModelRegistry.open(os.fspath(models_dir))
     record = registry.resolve(parse_reference(reference))

@@ -32,10 +32,14 @@ class Isolated:
     def __init__(self, function: str, request: object, environ: Mapping[str, str] = os.environ) -> None:
         """Start it. Raises OSError if there can't be a process."""
         line = json.dumps([function, request]) + "\n"  # raises TypeError before there is a process
+        env = without_working_directory(environ)
+        # A program may have extended its import path; the working directory is left out.
+        own = [entry for entry in sys.path if os.path.isabs(entry)]
+        env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*filter(None, [env.get("PYTHONPATH")]), *own]))
         self._is_late = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", __name__],
-            env=without_working_directory(environ),
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

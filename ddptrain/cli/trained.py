@@ -185,7 +185,7 @@ def predict(
     run_dir, source = open_trained(run, "images")
     given = find_images(images)  # before torch is imported: most mistakes are in the paths
 
-    from ddptrain.workloads.images.classifier import load_model
+    from ddptrain.workloads.images.model import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
 
     where = choose_device(device)

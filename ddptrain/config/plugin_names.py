@@ -92,7 +92,7 @@ BUILT_IN = {
         "ddptrain.workloads.images.train:train",
         "ddptrain.workloads.images.params:ImagesParams",
         "ddptrain.workloads.images.listing:prepare",
-        evaluate="ddptrain.workloads.images.evaluate:evaluate",
+        evaluate="ddptrain.workloads.images.train:evaluate",
         held_out="ddptrain.workloads.images.listing:prepare_held_out",
         data=(DataSource("source", "source_options"),),
     ),

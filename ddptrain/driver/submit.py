@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.resume import choose
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError
 from ddptrain.file_ops import time_in
-from ddptrain.results.ownership import Owner
+from ddptrain.results.ownership import LockFile
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, JobRecord, RunRecord, RunStatus, utc_now
 from ddptrain.results.run_writer import RunWriter
@@ -126,16 +127,10 @@ def restart(job: JobRecord) -> None:
 
 def _changed(folder: Path, change: Callable[[RunRecord], RunRecord]) -> Run:
     """Change the record of a queued run; return the run, unchanged if its driver has begun."""
-    owner = Owner(Run(folder).lock_file)
-    try:
-        owner.take()
+    with suppress(RunLocked), LockFile(Run(folder).lock_file):
         run = Run(folder, is_ours=True)
         if run.status == RunStatus.QUEUED:
             write_file(run.run_json, change(run.record).to_json().encode())
-    except RunLocked:
-        pass
-    finally:
-        owner.release()
     return Run(folder)
 
 

@@ -35,6 +35,36 @@ def _inside(path: str) -> str:
     return path
 
 
+class JsonRecord:
+    """A dataclass that is stored as a JSON file."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return cast(dict[str, Any], as_json_data(dataclasses.asdict(cast(Any, self))))
+
+    def to_json(self) -> bytes:
+        """Return the content of its file."""
+        return (json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, name: str) -> Self:
+        """Read the file `name`; fields of newer versions are ignored. Raises RegistryDamaged."""
+        try:
+            return cast(Self, _adapter(cast(Any, cls)).validate_json(data, strict=True))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            reason = "it is not JSON" if first["type"] == "json_invalid" else f"{where}: {first['msg']}"
+            raise RegistryDamaged(f"{name} is damaged: {shorten(reason.removeprefix(': '))}") from None
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -48,7 +78,7 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRecord:
+class VersionRecord(JsonRecord):
     """version.json. The version exists once this file does: it is written last.
 
     parent: the champion at the time of training, None for the first version. metrics: those of the checkpoint.
@@ -79,18 +109,10 @@ class VersionRecord:
         """Bytes of all files."""
         return sum(file.size_bytes for file in self.files)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the record as JSON data."""
-        return cast(dict[str, Any], as_json_data(dataclasses.asdict(self)))
-
-    def to_json(self) -> bytes:
-        """Return the content of version.json."""
-        return _encoded(self.as_dict())
-
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read version.json. `name` is the file's, for the message. Raises RegistryDamaged."""
-        record: Self = decoded(cls, data, name)
+        record = super(VersionRecord, cls).from_json(data, name)
         paths = [file.path for file in record.files]
         if not paths or len(set(paths)) < len(paths):
             raise RegistryDamaged(f"{name} is damaged: it lists no files, or one twice")
@@ -98,7 +120,7 @@ class VersionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(JsonRecord):
     """An entry of the history: what was done, and the complete state after it. The newest entry is the present state.
 
     number: from 1; 0 is the state of a model without a history.
@@ -126,36 +148,3 @@ class Change:
     def aliases_of(self, version: int) -> list[str]:
         """Return the aliases of a version after this change, in alphabetical order."""
         return sorted(alias for alias, number in self.aliases.items() if number == version)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the entry as JSON data."""
-        return cast(dict[str, Any], as_json_data(dataclasses.asdict(self)))
-
-    def to_json(self) -> bytes:
-        """Return the content of the entry's file."""
-        return _encoded(self.as_dict())
-
-    @classmethod
-    def from_json(cls, data: bytes, name: str) -> Self:
-        """Read an entry. Raises RegistryDamaged."""
-        return cast(Self, decoded(cls, data, name))
-
-
-def _encoded(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
-
-
-def decoded(cls: Any, data: bytes, name: str) -> Any:
-    """Return a record of the type `cls`; fields of newer versions are ignored. Raises RegistryDamaged."""
-    try:
-        return _adapter(cls).validate_json(data, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        reason = "it is not JSON" if first["type"] == "json_invalid" else f"{where}: {first['msg']}"
-        raise RegistryDamaged(f"{name} is damaged: {shorten(reason.removeprefix(': '))}") from None
-
-
-@functools.cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)

@@ -7,20 +7,18 @@ MODEL/retrainings/run.lock      the lock of the process that retrains the model 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Annotated, Self, cast
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from ddptrain.model_registry.records import Numbers, RegistryDamaged, decoded
+from ddptrain.model_registry.records import JsonRecord, Numbers, RegistryDamaged
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.run_record import as_json_data
 from ddptrain.storage.store import Store
 
 SCHEMA = 1
@@ -83,7 +81,7 @@ class GateOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class RetrainRecord:
+class RetrainRecord(JsonRecord):
     """A retraining. Times are ISO 8601 in UTC. started_at, slot, user and host are of the latest start.
 
     stage: the last stage that is complete (see Stage).
@@ -134,15 +132,6 @@ class RetrainRecord:
     def is_success(self) -> bool:
         """Whether the model is up to date afterwards."""
         return self.status in (RetrainStatus.PROMOTED, RetrainStatus.UNCHANGED)
-
-    def to_json(self) -> bytes:
-        """Return the content of the file."""
-        return (json.dumps(as_json_data(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n").encode()
-
-    @classmethod
-    def from_json(cls, data: bytes, name: str) -> Self:
-        """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
-        return cast(Self, decoded(cls, data, name))
 
 
 class RetrainRecords:

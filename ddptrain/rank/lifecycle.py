@@ -464,18 +464,32 @@ def _end_program(spec: RankSpec) -> None:
     _flush_files()  # before the garbage collector, which closes the buffer of a text file before the text is in it
     others = [frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()]  # noqa: SLF001
     running = {id(frame.f_globals) for top in others for frame, _ in traceback.walk_stack(top)}
-    if spec.code.is_script and id(vars(sys.modules["__main__"])) not in running:  # a daemon thread still needs them
-        # Release the script's objects: some complete their files only then, as those of zip. Functions and modules
-        # stay, which a finalizer may need.
-        values = vars(sys.modules["__main__"])
-        for name in [each for each, value in values.items() if each[:2] != "__" and not isinstance(value, _LASTING)]:
-            values[name] = None
+    if spec.code.is_script:
+        # Release the objects of the script and its modules: some complete their files only then, as those of zip.
+        # Functions and modules stay, which a finalizer may need; and what a daemon thread still needs.
+        for values in map(vars, _modules_of_the_user(spec)):
+            names = [each for each, value in values.items() if each[:2] != "__" and not isinstance(value, _LASTING)]
+            values.update(dict.fromkeys(names) if id(values) not in running else {})
         gc.collect()
         _flush_files()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # the script may have set it to None
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+
+
+def _modules_of_the_user(spec: RankSpec) -> list[types.ModuleType]:
+    """Return the script, and the modules below its folder and the working directory that are not installed there."""
+    main = sys.modules["__main__"]
+    places = {os.path.dirname(os.path.abspath(getattr(main, "__file__", None) or "")), spec.code.workdir}
+    folders = tuple(os.path.join(place, "") for place in places)
+    found = [main]
+    for name, module in list(sys.modules.items()):
+        file = str(getattr(module, "__file__", None) or "")
+        is_installed = f"{os.sep}site-packages{os.sep}" in file or name.partition(".")[0] == "ddptrain"
+        if file.startswith(folders) and not is_installed and module is not main:
+            found.append(module)
+    return found
 
 
 def _flush_files() -> None:

@@ -86,13 +86,14 @@ def read_artifacts(view: Run, most_pictures: int) -> Artifacts:
     below = ((path.relative_to(root).as_posix(), size) for path, size in islice(files_below(root), _MOST_FILES))
     files = dict(sorted(below))
     reader = _Reader(root, files, most_pictures)
-    tables = list(filter(None, map(reader.table, _newest_tables(files))))
+    paths = sorted(_newest_tables(files), key=lambda path: not _EVALUATED.search(path))
+    tables = list(filter(None, map(reader.table, paths)))
     galleries = [(table.path, items) for table in tables if (items := reader.gallery(table))]
     shown = {path for path, _ in galleries}
     in_tables = {cell for table in tables for row in table.rows for cell in row}
     return Artifacts(
         [table for table in tables if table.path not in shown],
-        sorted(galleries, key=lambda gallery: not _EVALUATED.search(gallery[0])),
+        galleries,
         reader.groups([path for path in files if _is_picture(path) and path not in in_tables]),
         [(path, size) for path, size in files.items() if not path.endswith(".png")],
     )

@@ -6,7 +6,7 @@ import base64
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def read_lines(view: Run) -> list[Line]:
     """
     raw = LineReader(view.metrics_jsonl, _READ_BYTES).lines()
     try:
-        logged = _columns(from_json(b"[" + b",".join(filter(None, raw)) + b"]"))
+        logged = _columns(from_json(b"[" + b",".join(filter(None, raw)) + b"]", cache_strings="keys"))
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError):  # several attempts, or damaged lines
         lines = drop_replaced(MetricsReader(view.metrics_jsonl, _READ_BYTES).read())
         logged = _lines_of(series_of(lines))
@@ -107,22 +107,33 @@ def read_system_lines(view: Run) -> list[Line]:
 
 def _columns(rows: Sequence[dict[str, Any]]) -> list[Line]:
     """Return the lines of rows of one attempt. Raises ValueError for several attempts, and other errors for no rows."""
-    groups: defaultdict[tuple[int, int, tuple[str, ...]], list[dict[str, Any]]] = defaultdict(list)
+    shapes: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        groups[row["rank"], row.get("attempt", 1), tuple(row)].append(row)
-    if len({attempt for _, attempt, _ in groups}) > 1 or any(type(rank) is not int for rank, _, _ in groups):
-        raise ValueError("rows of several attempts, or without a rank")
+        shapes[tuple(row)].append(row)
     parts: defaultdict[tuple[str, int], list[Line]] = defaultdict(list)
-    for (rank, _, names), own in groups.items():
-        nothing = np.full(len(own), np.nan)
-        column = {name: np.array([row[name] for row in own], np.float64) for name in names if name not in _POSITION[3:]}
-        if any(values.ndim != 1 for values in column.values()):
-            raise ValueError("a value is a list")
-        step, epoch, time_s = (column.get(name, nothing) for name in ("step", "epoch", "time_s"))
-        for name in names:
-            if name not in _POSITION:
-                parts[name, rank].append(Line(name, rank, step, epoch, time_s, column[name]))
+    attempts = set[float]()
+    for names, alike in shapes.items():
+        table = _table(alike, len(names))
+        column = dict(zip(names, table.T, strict=True))
+        attempts |= {*np.unique(column["attempt"])} if "attempt" in column else {1.0}
+        for rank in np.unique(column["rank"]):
+            own = {name: values[column["rank"] == rank] for name, values in column.items()}
+            nothing = np.full(len(own["rank"]), np.nan)
+            step, epoch, time_s = (own.get(name, nothing) for name in ("step", "epoch", "time_s"))
+            for name in (name for name in names if name not in _POSITION):
+                parts[name, int(rank)].append(Line(name, int(rank), step, epoch, time_s, own[name]))
+    if len(attempts) > 1:
+        raise ValueError("rows of several attempts")
     return [_joined(lines) for lines in parts.values()]
+
+
+def _table(rows: Sequence[dict[str, Any]], width: int) -> Array:
+    """Return the values of rows with the same keys; None is NaN. Raises ValueError, TypeError for others."""
+    try:
+        values = np.fromiter(chain.from_iterable(map(dict.values, rows)), np.float64, len(rows) * width)
+    except TypeError:  # None
+        values = np.array([list(row.values()) for row in rows], np.float64)
+    return values.reshape(len(rows), width)
 
 
 def _joined(lines: Sequence[Line]) -> Line:

@@ -62,23 +62,26 @@ def parts_of(entry: Entry) -> list[Part]:
     The second line of the crontab catches up a missed time once, at the start of the machine, as does Persistent=true.
     Raises UsageError if cron cannot use the time zone.
     """
+    paths = _files_of(entry)
     if entry.target == "systemd":
-        folder = _UNITS if entry.system else _user_units()
-        unit = _unit(entry.name)
-        return [
-            Part(_rendered("service.j2", entry), folder / f"{unit}.service"),
-            Part(_rendered("timer.j2", entry), folder / f"{unit}.timer"),
-        ]
+        return [Part(_rendered(f"{path.suffix[1:]}.j2", entry), path) for path in paths]
     zone = entry.schedule.zone
     if not _same_zone(zone, host_zone()):
         raise UsageError(
             f"cron runs in the time zone of the host, {host_zone()}, not in {zone}: give the time in the zone of the "
             "host, or use --as systemd"
         )
-    path = _scripts() / f"{entry.name}.sh"
+    (path,) = paths
     command = shlex.quote(str(path)).replace("%", r"\%")
     lines = [f"{when} {command} {_mark(entry.name)}\n" for when in (entry.schedule.cron, "@reboot")]
     return [Part(_rendered("cron.sh.j2", entry), path, 0o700), Part("".join(lines))]
+
+
+def _files_of(entry: Entry) -> list[Path]:
+    if entry.target == "cron":
+        return [_scripts() / f"{entry.name}.sh"]
+    folder = _UNITS if entry.system else _user_units()
+    return [folder / f"{_unit(entry.name)}.{kind}" for kind in ("service", "timer")]
 
 
 def installed() -> tuple[list[Entry], list[str]]:
@@ -96,11 +99,11 @@ def installed() -> tuple[list[Entry], list[str]]:
 
 
 def find(name: str) -> Entry:
-    """Return a schedule. Raises UsageError if there is none of this name."""
+    """Return a schedule; of two of one name that of who asks. Raises UsageError if there is none of this name."""
     entries, _ = installed()
-    for entry in entries:
-        if entry.name == name:
-            return entry
+    named = [entry for entry in entries if entry.name == name]
+    if named:
+        return min(named, key=lambda entry: entry.system != (os.geteuid() == 0))
     known = [entry.name for entry in entries]
     hint = did_you_mean(name, known) or "none is installed; ddptrain schedule add CONFIG --at TIME --install"
     raise UsageError(f"there is no schedule {name}: {hint}")
@@ -111,10 +114,11 @@ def install(entry: Entry) -> list[str]:
 
     Returns what was done, in lines. Raises UsageError, ClusterError: then everything is as before.
     """
-    before = next((each for each in installed()[0] if each.name == entry.name), None)
-    if before and (before.config, before.target) != (entry.config, entry.target):
+    before = next((each for each in installed()[0] if each.name == entry.name and not _replaces(entry, each)), None)
+    if before is not None:
+        scheduler = f"{before.target}{' of the system' if before.system else ''}"
         raise UsageError(
-            f"there is a schedule {entry.name} already, of {before.config} with {before.target}: choose another "
+            f"there is a schedule {entry.name} already, of {before.config} with {scheduler}: choose another "
             f"--name, or ddptrain schedule remove {entry.name}"
         )
     parts = parts_of(entry)
@@ -124,13 +128,17 @@ def install(entry: Entry) -> list[str]:
         _write_files(parts)
         done += _activate(entry, parts)
     except (UsageError, ClusterError, OSError) as error:
-        _delete_files(parts)
+        _delete_files(entry)
         _write_files(old)
         if isinstance(error, OSError):
             raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
         raise
     _log.info("schedule installed", schedule=entry.name, target=entry.target)
     return done
+
+
+def _replaces(new: Entry, old: Entry) -> bool:
+    return (new.config, new.target, new.system) == (old.config, old.target, old.system)
 
 
 def uninstall(name: str) -> Entry:
@@ -142,7 +150,7 @@ def uninstall(name: str) -> Entry:
     elif "".join(after := _other_lines(name)) != (crontab := _crontab()):
         assert crontab
         _run(["crontab", "-"], "".join(after))
-    _delete_files(parts_of(entry))
+    _delete_files(entry)
     if entry.target == "systemd":
         with suppress(ClusterError):
             _run([*_systemctl(entry), "daemon-reload"])
@@ -174,8 +182,8 @@ def _write_files(parts: Sequence[Part]) -> None:
             write_atomic(part.path, part.text.encode(), mode=part.mode)
 
 
-def _delete_files(parts: Sequence[Part]) -> None:
-    for path in [part.path for part in parts if part.path]:
+def _delete_files(entry: Entry) -> None:
+    for path in _files_of(entry):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -51,10 +51,6 @@ class SweepHome:
         """Its run directory; of a store, the working folder."""
         return self.writer.layout.root
 
-    def find_trial(self, run_id: str) -> Run | None:
-        """Return a trial's run; None if it has not begun. Raises StoreError."""
-        return self.trials.get(run_id)
-
     def values(self, view: Run, metric: str) -> dict[float, float]:
         """Return the values of a metric in a run, by step: that of a checkpoint, else the mean of the ranks.
 
@@ -67,7 +63,7 @@ class SweepHome:
                     logged[float(number if step is None or math.isnan(step) else step)].append(value)
         found = {step: sum(values) / len(values) for step, values in logged.items()}
         if not isinstance(view, StoredRun):
-            texts = [folder / MANIFEST for folder in checkpoint_folders(view)]
+            texts = [folder / MANIFEST for folder in checkpoint_folders(view.checkpoints_dir)]
             contents = [path.read_bytes() for path in texts if path.is_file()]
         else:
             run = view.store

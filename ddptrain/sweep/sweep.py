@@ -208,7 +208,7 @@ class Sweep:
 
     def _values_so_far(self, trial: TrialRecord) -> list[float]:
         """Return the values of the metric in the first run of a trial, for the pruner."""
-        view = self.home.find_trial(f"{self.home.sweep_id}-{trial.number:04d}")
+        view = self.home.trials.get(f"{self.home.sweep_id}-{trial.number:04d}")
         return [] if view is None else list(self.home.values(view, self.sweep.metric).values())
 
     def _continue_trials(self) -> None:

@@ -131,7 +131,7 @@ class Trial:
         """Run, or take the result of a run that has ended."""
         record, plan = self.record, self.plan
         record.run_ids = [self.run_id]
-        view = plan.home.find_trial(self.run_id)
+        view = plan.home.trials.get(self.run_id)
         if view is not None:  # an earlier driver may not have reported all of it, or may have decided to prune
             for index, value in enumerate(plan.home.values(view, plan.metric).values(), 1):
                 self.report(index, value)
@@ -151,7 +151,7 @@ class Trial:
                 record.state = TrialState.INTERRUPTED
                 return None
             return self._fail(one_line(error), error.exit_code)
-        if (view := plan.home.find_trial(self.run_id)) is None:
+        if (view := plan.home.trials.get(self.run_id)) is None:
             return self._fail(f"the directory of run {self.run_id} has been deleted", ExitCode.CLUSTER)
         return self._judge(view)
 
@@ -215,7 +215,7 @@ def run_with(shared: Callable[[Trial], SharedRun]) -> Callable[[ResolvedConfig, 
         from ddptrain.driver.run import LaunchOptions, train
 
         stream = MetricStream(trial)
-        if resume and (view := trial.plan.home.find_trial(run_id)) is not None:
+        if resume and (view := trial.plan.home.trials.get(run_id)) is not None:
             stream.reported(trial.plan.home.values(view, trial.plan.metric))
         resumes = "auto" if resume else None
         return train(config, LaunchOptions(run_id=run_id, resume=resumes, observers=[stream], shared=shared(trial)))

@@ -42,11 +42,15 @@ def without_nanny(environ: Mapping[str, str], nanny: Mapping[str, object]) -> di
 
 @dataclass(frozen=True, slots=True)
 class HostResources:
-    """What the ranks of a worker share: cores, slots, and the network interface of its address (None if unknown)."""
+    """What the ranks of a worker share: cores, slots, and the network interface of its address (None if unknown).
+
+    uploaded: folders and archives of modules that Client.upload_file has put there.
+    """
 
     cores: int
     slots: int
     interface: str | None
+    uploaded: tuple[str, ...] = ()
 
 
 def complete(
@@ -82,7 +86,9 @@ def complete(
     }
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
-    return dataclasses.replace(spec, env=env, host=HostSettings(gpu, staging, threads, report))
+    path = tuple(dict.fromkeys((*spec.code.sys_path, *host.uploaded)))
+    code = dataclasses.replace(spec.code, sys_path=path)
+    return dataclasses.replace(spec, env=env, code=code, host=HostSettings(gpu, staging, threads, report))
 
 
 def interface_of(host: str) -> str | None:

@@ -161,7 +161,7 @@ class Saver:
 def text():
     return "saved"
 
-if sys.argv[1] == "held":
+if sys.argv[1:] == ["held"]:
     signal.signal(signal.SIGUSR1, lambda *_: text())
 zipped = gzip.open("a.gz", "wb")
 zipped.write(b"abc")
@@ -180,9 +180,11 @@ print("last line")
 """
 
 
-@pytest.mark.parametrize("kind", ["free", "held"])
+@pytest.mark.parametrize("kind", ["free", "held", "module"])
 def test_files_that_a_script_leaves_open_are_complete(project: Project, shared_cluster: str, kind: str) -> None:
-    project.write("leaves.py", OPEN_FILES)
+    project.write("leaves.py" if kind != "module" else "helper.py", OPEN_FILES)
+    if kind == "module":
+        project.write("leaves.py", "import helper")
     done = project("run", "--cluster", shared_cluster, "--ranks", "1", "leaves.py", "--", kind, rc=0)
     own = [line for line in done.stdout.splitlines() if line.startswith("[rank 0]")]
     assert own == ["[rank 0] last line", "[rank 0] thread", "[rank 0] exit handler"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,26 @@ def test_sweep_sends_the_alerts_of_its_trials_and_its_end(
     project("sweep", config, rc=0)
     assert titles(web) == ["1 alert", "sweep succeeded"]
     assert "lr is 3" in web.requests[0].body
+
+
+def test_many_alerts_are_few_messages_that_count_the_rest(
+    project: Project, shared_cluster: str, web: WebServer
+) -> None:
+    code = """
+        def train(ctx):
+            for number in range(100):
+                ctx.alert(f"alert {number}")
+    """
+    config = project.function(code, cluster={"address": shared_cluster, "ranks": 1}, notify=notify(web))
+    project("train", config, rc=0)
+    bodies = [request.body for request in web.requests]
+    assert len(bodies) <= 4
+    sent = [len(re.findall(r"rank 0: `alert \d+`", body)) for body in bodies]
+    assert max(sent) <= 20
+    left_out = sum(
+        int(number) for body in bodies for number in re.findall(r"and (\d+) more, which are in the log", body)
+    )
+    assert sum(sent) + left_out == 100
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import time
 from typing import Any
 
@@ -82,3 +84,35 @@ def test_each_start_that_replaces_gets_the_model(project: Project, shared_cluste
     assert "retrain mine interrupted: " in ended.stdout
     project.write("go", "")
     assert second.finish().rc == 0
+
+
+def test_version_that_a_killed_start_has_promoted_is_the_end_of_its_retraining(
+    project: Project, shared_cluster: str
+) -> None:
+    """The record is as a kill leaves it that comes after the promotion, and before the record says so."""
+    config = nightly(project, shared_cluster)
+    project("retrain", config, rc=0)
+    path = project.folder / "models" / "mine" / "retrainings" / "000001.json"
+    record = json.loads(path.read_text())
+    unfinished = {"status": "running", "stage": "gate", "version": None, "ended_at": None, "exit_code": None}
+    path.write_text(json.dumps({**record, **unfinished}))
+    done = project("retrain", config, rc=0)
+    assert "mine promoted: version 1 is the champion" in done.stdout
+    assert "evaluating again" not in done.stderr
+    history = json.loads(project("models", "show", "mine", "--history", "--json", rc=0).stdout)
+    assert [change["version"] for change in history if change["action"] == "promoted"] == [1]
+    assert len(project.run_directories()) == 1
+
+
+def test_prune_spares_the_run_of_a_model_that_has_no_version_yet(project: Project, shared_cluster: str) -> None:
+    config = nightly(project, shared_cluster, params={"wait_for": "go"})
+    start = project.start("retrain", config)
+    start.wait_for("waiting")
+    start.popen.send_signal(signal.SIGTERM)
+    assert start.finish().rc == 75
+    (run,) = project.run_directories()
+    pruned = project("results", "prune", "--keep", "0", "--failed-keep", "0", "--json", rc=0)
+    assert project.run_directories() == [run], pruned.stdout
+    project.write("go", "")
+    project("retrain", config, rc=0)
+    assert project.run_directories() == [run]

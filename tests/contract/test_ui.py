@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import http.client
 import json
 import re
@@ -162,3 +163,27 @@ def test_runs_of_an_object_store_are_shown(project: Project) -> None:
         assert "s3://bucket/runs" in page
         assert "at step 1" in page
         ui.kill_group()
+
+
+def test_gallery_begins_with_the_mistakes_of_the_last_validation(project: Project) -> None:
+    """They are in the page of the server and in the file of a report, each with its label and its prediction."""
+    small = {"architecture": "small_cnn", "image_size": 16, "epochs": 1, "base_lr": 1e-9, "loader_workers": 0}
+    project.write("images.yaml", json.dumps({"workload": "images", "cluster": {"ranks": 2}, "params": small}))
+    project("train", "images.yaml", rc=0)
+    (run,) = project.run_directories()
+    rows = (run / "artifacts" / "tables" / "val_mistakes").glob("*.csv")
+    (table,) = (list(csv.DictReader(path.read_text().splitlines())) for path in rows)
+    scores = [float(row["score"]) for row in table]
+    assert len(table) == 24
+    assert scores == sorted(scores, reverse=True)
+    assert all(row["label"] != row["prediction"] for row in table)
+
+    project("results", "report", run.name, "--output", "report.html", rc=0)
+    _, url = start_ui(project)
+    for page in ((project.folder / "report.html").read_text(), get(f"{url}?run={run.name}")[2]):
+        first, *others = re.findall(r'Predictions <span class="soft">([^<]*)</span>', page)
+        assert first.startswith("tables/val_mistakes/")
+        assert others
+        gallery = page[page.index(first) : page.index(others[0])]
+        assert gallery.count("<img") == gallery.count("wrong: label ") == len(table)
+        assert f"label {table[0]['label']}, prediction {table[0]['prediction']}" in gallery

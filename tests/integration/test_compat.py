@@ -12,7 +12,7 @@ from tests.conftest import Cli
 
 # All in one program, for a cluster takes seconds to start.
 NOTEBOOK = """
-import json, logging, os, signal, threading, time
+import gc, glob, json, logging, os, signal, tempfile, threading, time
 from dask.distributed import Client, LocalCluster
 from ddptrain.compat.dask_pytorch_ddp import dispatch, results
 
@@ -75,6 +75,46 @@ def work(client):
         said["raised"] = [type(error).__name__, str(error), error.__notes__[0].partition(":")[0]]
 
 
+def uses_upload(data):
+    import uploaded_module
+
+    return [uploaded_module.NAME, len(data)]
+
+
+def upload(client):
+    os.mkdir("elsewhere")
+    with open("elsewhere/uploaded_module.py", "w") as file:
+        file.write("NAME = 'uploaded'")
+    client.upload_file("elsewhere/uploaded_module.py")
+    futures = dispatch.run(client, uses_upload, bytes(3_000_000))
+    said["uploaded"] = client.gather(futures)
+    (folder,) = set(glob.glob(tempfile.gettempdir() + "/ddptrain-dispatch-*/" + futures[0].key.partition("/")[0]))
+    said["largest"] = {name: os.path.getsize(f"{folder}/{name}") for name in ("config.yaml", "events.jsonl")}
+    del futures
+    gc.collect()
+    said["kept"] = os.path.exists(folder)
+
+
+def waits_for(name):
+    while not os.path.exists(name):
+        time.sleep(0.05)
+
+
+def interrupt(client):
+    busy = dispatch.run(client, waits_for, os.path.abspath("go"))
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        dispatch.run(client, print, "MUST NOT RUN")
+    except KeyboardInterrupt:
+        said["interrupted"] = True
+    deadline = time.monotonic() + 60
+    while sum(thread.name.startswith("dispatch-") for thread in threading.enumerate()) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    open("go", "w").close()
+    said["busy"] = client.gather(busy)
+
+
 def waits():
     handler.submit_result(f"{my_rank()}.txt", "started")
     time.sleep(600)
@@ -99,6 +139,8 @@ def lose_a_worker(client):
 if __name__ == "__main__":
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         work(client)
+        upload(client)
+        interrupt(client)
         lose_a_worker(client)
     print("SAID " + json.dumps(said))
 """
@@ -124,7 +166,7 @@ def train(epochs):
 
 def told_by_notebook(run_cli: Cli) -> tuple[dict[str, Any], str]:
     """What the program says of its jobs, and what its workers have printed."""
-    done = run_cli(program=run_cli.program(NOTEBOOK), timeout_s=280)
+    done = run_cli(program=run_cli.program(NOTEBOOK), timeout_s=400)
     assert done.rc == 0, done.stderr + done.stdout
     said: dict[str, Any] = json.loads(done.stdout.partition("SAID ")[2])
     return said, done.stderr
@@ -135,7 +177,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # Dask's nannies start Python anew for each worker, and each rank imports torch
+@pytest.mark.timeout(420)  # Dask's nannies start Python anew for each worker, and each rank imports torch
 def test_notebook_runs_after_its_import_has_changed(run_cli: Cli) -> None:
     """Jobs return, and hand over results, each time anew; those that die fail their futures, and stop the others."""
     said, printed = told_by_notebook(run_cli)
@@ -155,6 +197,11 @@ def test_notebook_runs_after_its_import_has_changed(run_cli: Cli) -> None:
     assert kind == "UnsafePath" and "outside.txt" in message and who.startswith("rank 1 on ")
     assert files(run_cli.folder / "out-3").keys() == {"failing/0.txt", "failing/1.txt"}
     assert not (run_cli.folder / "outside.txt").exists()
+    # Modules that were uploaded are found; large arguments are not in the configuration; no files stay.
+    assert said["uploaded"] == [["uploaded", 3_000_000]] * 2
+    assert max(said["largest"].values()) < 100_000 and said["kept"] is False
+    # Ctrl-C ends the wait for slots, and only that.
+    assert said["interrupted"] is True and said["busy"] == [None, None] and "MUST NOT RUN" not in printed
     # A worker that is lost fails its future, which Dask would leave pending, and the others are stopped.
     raised, *each = said["lost"]
     (lost,) = [text for text in each if text == raised]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from base64 import b64encode
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,21 +48,22 @@ def test_result_that_leaves_the_prefix_and_one_of_no_rank_are_refused() -> None:
     assert results.DaskResultsHandler().pub_sub_key != results.DaskResultsHandler().pub_sub_key
 
 
-def called(function: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+def called(inputs: Path, function: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
     """Return the name of the answer of a rank, and the answer."""
     saved: dict[str, bytes] = {}
-    ctx: Any = SimpleNamespace(rank=1, local_rank=5, device=SimpleNamespace(type="cpu"), save_file=saved.__setitem__)
-    job = b64encode(cloudpickle.dumps((function, args, kwargs))).decode()
+    about = {"rank": 1, "local_rank": 5, "device": SimpleNamespace(type="cpu"), "inputs": inputs}
+    ctx: Any = SimpleNamespace(**about, save_file=saved.__setitem__)
+    (inputs / rank_entrypoint.JOB).write_bytes(cloudpickle.dumps((function, args, kwargs)))
     try:
-        rank_entrypoint.main(ctx, job=job, pass_local_rank=True)
+        rank_entrypoint.main(ctx, pass_local_rank=True)
     except BaseException:
         assert not saved or next(iter(saved)).endswith(".error")
     ((name, answer),) = saved.items() or [("", pickle.dumps(None))]
     return name, pickle.loads(answer)
 
 
-def test_answer_of_a_rank_is_its_value_its_error_or_nothing() -> None:
-    assert called(lambda *args, **kwargs: [args, kwargs], 1, a=2) == (
+def test_answer_of_a_rank_is_its_value_its_error_or_nothing(tmp_path: Path) -> None:
+    assert called(tmp_path, lambda *args, **kwargs: [args, kwargs], 1, a=2) == (
         "answers/1.value",
         [(1,), {"a": 2, "local_rank": 5}],
     )
@@ -70,12 +71,12 @@ def test_answer_of_a_rank_is_its_value_its_error_or_nothing() -> None:
     def fails(error: BaseException, local_rank: int) -> None:
         raise error
 
-    assert called(fails, SystemExit(0)) == ("", None)
-    name, error = called(fails, KeyError("name"))
+    assert called(tmp_path, fails, SystemExit(0)) == ("", None)
+    name, error = called(tmp_path, fails, KeyError("name"))
     assert name == "answers/1.error" and type(error) is KeyError and error.__notes__[0].startswith("rank 1 on ")
 
     def fails_twice(local_rank: int) -> None:
         raise Unpicklable(1, 2)
 
-    name, error = called(fails_twice)
+    name, error = called(tmp_path, fails_twice)
     assert isinstance(error, rank_entrypoint.RankFailed) and str(error).endswith("Unpicklable: 1 and 2")

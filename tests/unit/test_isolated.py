@@ -52,8 +52,7 @@ def test_an_error_follows_what_was_answered(how: str, kind: type[Exception], rea
     found: list[object] = []
     with Isolated(f"{HERE}:fail", how, ENVIRON) as process, pytest.raises(kind, match=reason):
         found += process.answers()
-    with Isolated(f"{HERE}:fail", how, ENVIRON) as process:
-        assert next(process.answers()) == "first"
+    assert found == ["first"]
 
 
 def test_process_is_killed_at_the_deadline() -> None:
@@ -69,3 +68,10 @@ def test_process_ends_with_its_parent() -> None:
     )
     psutil.wait_procs([psutil.Process(int(done.stdout))] if psutil.pid_exists(int(done.stdout)) else [], timeout=10)
     assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_process_finds_modules_of_a_changed_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("def main(request, send):\n    send(request)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Isolated("only_here:main", 1) as process:
+        assert list(process.answers()) == [1]

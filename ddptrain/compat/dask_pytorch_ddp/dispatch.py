@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from base64 import b64encode
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +24,7 @@ from distributed import Client, Future
 
 from ddptrain.clusters.backends.run_cluster import AttachedCluster
 from ddptrain.clusters.resolve import Target
-from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ANSWERS, WORKLOAD, RankFailed
+from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ANSWERS, JOB, WORKLOAD, RankFailed
 from ddptrain.compat.dask_pytorch_ddp.results import FOLDER, JOBS, VARIABLE
 from ddptrain.config.load import load_mapping
 from ddptrain.driver.cluster_session import SharedRun
@@ -80,23 +80,22 @@ def run(
         pickled = cloudpickle.dumps((pytorch_function, tuple(values), named))
     except Exception as error:  # pickling runs user code, which may raise anything
         raise UsageError(f"{pytorch_function!r} or its arguments can't be pickled for the workers: {error}") from error
-    job = Job(client, {"job": b64encode(pickled).decode(), "pass_local_rank": pass_local_rank}, backend or "auto")
-    JOBS[job.run_id] = job
-    return job.start()
+    return Job(client, pickled, {"pass_local_rank": pass_local_rank}, backend or "auto").start()
 
 
 class Job:
     """One call of run(): a run in a thread. `ended` is set when all its futures are done, and its files are there."""
 
-    def __init__(self, client: Client, params: Mapping[str, Any], backend: str) -> None:
+    def __init__(self, client: Client, pickled: bytes, params: Mapping[str, Any], backend: str) -> None:
         self.client, self.run_id = client, new_run_id("dispatch")
         scheduler: Any = client.scheduler
         self.address = str(scheduler.address)
         self.ended = threading.Event()
         self._began = threading.Event()  # the number of ranks is known, or the run has ended
-        self._folder = tempfile.TemporaryDirectory(prefix="ddptrain-dispatch-", ignore_cleanup_errors=True)
-        self.root = Path(self._folder.name, self.run_id)  # the run directory
-        self._params, self._backend = params, backend
+        self._folder = tempfile.mkdtemp(prefix="ddptrain-dispatch-")
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self.root = Path(self._folder, self.run_id)  # the run directory
+        self._inputs, self._params, self._backend = {JOB: pickled}, params, backend
         self._unwanted = False
         self._keys: list[str] = []
         self._futures: list[Future[Any]] = []  # until the caller has them
@@ -132,7 +131,7 @@ class Job:
             target = prefix / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             incoming = target.with_name(f"{INCOMING}{target.name}")
-            taken = Path(self._folder.name, "taken")
+            taken = Path(self._folder, "taken")
             os.replace(path, taken)  # first: the rank may submit a file of this name again
             shutil.move(taken, incoming)
             os.replace(incoming, target)
@@ -140,7 +139,10 @@ class Job:
     def _main(self) -> None:
         with own_context():
             try:
-                train(self._config(), LaunchOptions(self.run_id, observers=[self], shared=self._shared()))
+                train(
+                    self._config(),
+                    LaunchOptions(self.run_id, observers=[self], inputs=self._inputs, shared=self._shared()),
+                )
             except BaseException as error:  # the caller of start(), or the futures, get it
                 self._error = error
         for rank, key in enumerate(self._keys):
@@ -158,7 +160,7 @@ class Job:
             "cluster": {"address": self.address, "start_timeout_s": _START_S, "wait_s": _WAIT_S},
             "dist": {"backend": self._backend},
             "failure": {"grace_s": _GRACE_S, "hang_timeout_s": None, "nan": "ignore"},
-            "results": {"dir": self._folder.name},
+            "results": {"dir": self._folder},
         }
         return load_mapping(config, folder, source="dispatch.run")
 
@@ -177,6 +179,7 @@ class Job:
         elif event["event"] == "run_started":
             self._keys = [f"{self.run_id}/{rank}" for rank in range(event["world_size"])]
             self._futures = [Future(key, self.client) for key in self._keys]
+            JOBS.update(dict.fromkeys(self._futures, self))
             self._began.set()
         if self._display is not None:
             self._display.on_event(event)

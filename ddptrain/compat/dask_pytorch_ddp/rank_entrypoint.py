@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import socket
-from base64 import b64decode
 from typing import TYPE_CHECKING
 
 import cloudpickle
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
 WORKLOAD = f"{__name__}:main"
+JOB = "job.pickle"  # in the run's inputs: (function, args, kwargs)
 ANSWERS = "answers"  # below artifacts/: RANK.value or RANK.error, as a pickle
 
 
@@ -23,10 +23,11 @@ class RankFailed(TrainingFailed):
     """A rank ended without an exception that can be pickled: it was killed or stopped, for example."""
 
 
-def main(ctx: RankContext, *, job: str, pass_local_rank: bool) -> None:
-    """Call the function in `job`: (function, args, kwargs), which the user's client has pickled, in base64."""
+def main(ctx: RankContext, *, pass_local_rank: bool) -> None:
+    """Call the function that the user's client has pickled."""
+    assert ctx.inputs is not None
     try:
-        function, args, kwargs = pickle.loads(b64decode(job))  # noqa: S301  # as Dask does for every task
+        function, args, kwargs = pickle.loads((ctx.inputs / JOB).read_bytes())  # noqa: S301  # as Dask does for a task
         if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
             kwargs["local_rank"] = 0 if ctx.device.type == "cuda" else ctx.local_rank
         answer: bytes = cloudpickle.dumps(function(*args, **kwargs))

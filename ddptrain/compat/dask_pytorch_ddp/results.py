@@ -8,6 +8,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from distributed import Future, wait
 
@@ -21,7 +22,7 @@ __all__ = ["DaskResultsHandler"]
 
 VARIABLE = "DDPTRAIN_RESULTS"  # in the ranks of a job: the folder of their results below artifacts/
 FOLDER = "results"
-JOBS: dict[str, Job] = {}  # those of this client, by the keys of their futures without the rank
+JOBS: WeakKeyDictionary[Future[Any], Job] = WeakKeyDictionary()  # of this client, while they have a future
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class DaskResultsHandler:
         """
         root = Path(prefix)
         root.mkdir(parents=True, exist_ok=True)
-        jobs = [job for run_id, job in JOBS.items() if any(str(it.key).startswith(f"{run_id}/") for it in futures)]
+        keys = {future.key for future in futures}
+        jobs = {job for future, job in JOBS.items() if future.key in keys}
         running = True
         while running:
             with suppress(TimeoutError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError
@@ -26,21 +27,30 @@ CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees 
 class RunInputs:
     """The inputs/ folder of a run. There is none if the workload prepares nothing, or writes no file."""
 
-    def __init__(self, target: str, folder: Path, weights: FetchedWeights | None = None) -> None:
-        """`weights` are put into the folder before the function is called."""
-        self._target, self._folder, self._weights = target, folder, weights
+    def __init__(
+        self,
+        target: str,
+        folder: Path,
+        weights: FetchedWeights | None = None,
+        given: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        """`weights` and the files `given`, by name, are put into the folder before the function is called."""
+        self._target, self._folder, self._weights, self._given = target, folder, weights, given
         self._process: Isolated | None = None
         self._files: tuple[str, ...] = ()
 
     def begin(self, params: Mapping[str, object], environ: Mapping[str, str]) -> None:
         """Start preparing, in the background. Raises ResultsError; UsageError if the weights have changed."""
         from ddptrain.isolated import Isolated
-        from ddptrain.results.secure_files import make_folder  # the process does not need it
+        from ddptrain.results.secure_files import make_folder, write_file  # the process does not need them
 
         if self._weights is not None:
             self._weights.put(self._folder)
-        if self._target:
+        if self._target or self._given:
             make_folder(self._folder)
+        for name, data in self._given.items():
+            write_file(self._folder / name, data)
+        if self._target:
             request = {"target": self._target, "params": dict(params), "folder": str(self._folder)}
             self._process = Isolated(f"{__name__}:prepare", request, environ)
 
@@ -52,9 +62,9 @@ class RunInputs:
         from ddptrain.protocol.rank_spec import FILE as WEIGHTS
 
         wanted = self._folder
-        if self._process is None:
+        if self._process is None and not self._given:
             wanted = self._folder / WEIGHTS  # the function of an earlier part of the run may have left a folder
-        else:
+        elif self._process is not None:
             for text in self._process.answers():
                 tell(text)
             self.close()

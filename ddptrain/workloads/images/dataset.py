@@ -12,10 +12,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ddptrain.isolated import Isolated
-from ddptrain.storage.store import Location
-from ddptrain.workloads.images.decode import FORMATS
+from ddptrain.storage.store import UNKNOWN_SIZE, Listed, Location
+from ddptrain.workloads.images.data import FORMATS
 from ddptrain.workloads.images.listing import list_images
-from ddptrain.workloads.images.reader import REQUESTS, SURVIVE_A_FORK, Cache, ImageRef, Reader, ReadFailure
+from ddptrain.workloads.images.reader import REQUESTS, SURVIVE_A_FORK, Cache, Reader, ReadFailure
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.data import S3ImageFolder
@@ -29,7 +29,7 @@ class _Images:
 
     location: Location
     classes: Sequence[str]
-    images: Sequence[tuple[ImageRef, int]]
+    images: Sequence[tuple[Listed, int]]
 
 
 class UnreadableImage(OSError):
@@ -71,7 +71,8 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
     @classmethod
     def of(cls, folder: S3ImageFolder, *, requests: int = REQUESTS, deadline_s: float = 60.0) -> Self:
         """The same images, classes, order and transforms as a dataset of dask-pytorch-ddp; nothing is listed again."""
-        images = [(ImageRef(key), folder.class_to_idx[folder._get_class(key)]) for key in folder.all_files]  # noqa: SLF001
+        labels = [folder.class_to_idx[folder._get_class(key)] for key in folder.all_files]  # noqa: SLF001
+        images = [(Listed(key, UNKNOWN_SIZE, ""), label) for key, label in zip(folder.all_files, labels, strict=True)]
         location = Location(f"s3://{folder.s3_bucket}", {"skip_signature": True} if folder.anon else {})
         return cls(
             _Images(location, folder.classes, images),
@@ -128,7 +129,7 @@ def _listed(source: str, options: Mapping[str, Any]) -> _Images:
         with Isolated(f"{__name__}:send_images", [location.url, dict(location.options)]) as process:
             rows += process.answers()
     classes = [name for name, _ in rows]
-    images = [(ImageRef(*image), label) for label, (_, found) in enumerate(rows) for image in found]
+    images = [(Listed(*image), label) for label, (_, found) in enumerate(rows) for image in found]
     return _Images(location, classes, images)
 
 

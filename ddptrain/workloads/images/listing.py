@@ -105,7 +105,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         outputs_of(manifest.classes, labels)
     weights = settings.weights if known is None else None  # otherwise a checkpoint has them, or the ranks check them
     if weights is not None and not WEIGHTS_NAME.fullmatch(weights):
-        from ddptrain.workloads.images.weights import check_weights_fit  # imports torch: two seconds
+        from ddptrain.workloads.images.model import check_weights_fit  # imports torch: two seconds
 
         check_weights_fit(settings, weights, manifest.classes, folder)
     if manifest is not known:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, overload
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -71,14 +71,8 @@ class Keys(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: Any) -> Any:
         """Return a key: relative to the source, CLASS/IMAGE or, in a split source, PART/CLASS/IMAGE."""
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
         end = int(self._ends[index])
         start = int(self._ends[index - 1]) if index % len(self) else 0
         return self._blob[start:end].decode()

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.batches import loader_workers
-from ddptrain.workloads.images.classifier import PixelNormalizer, SavedModel
-from ddptrain.workloads.images.decode import CorruptImage, decode_eval, ignore_pillow_warnings
+from ddptrain.workloads.images.data import CorruptImage, decode_eval, ignore_pillow_warnings, loader_workers
 from ddptrain.workloads.images.listing import GivenImage
+from ddptrain.workloads.images.model import ModelInput, SavedModel
 
 _MOST_BYTES = 1 << 30
 
@@ -66,7 +65,7 @@ class Classifier:
         self._size = saved.config.image_size
         self._device = device
         self._model = saved.model.to(device)
-        self._pixels = PixelNormalizer(saved.config.model_dump(), device)
+        self._pixels = ModelInput(saved.config.model_dump(), device)
 
     def results(self, given: Sequence[GivenImage], batch_size: int) -> Iterator[ImageResult]:
         """Yield the result of each image, in their order, as soon as its batch is done.

@@ -58,15 +58,6 @@ _DARK, _LIGHT = 90, 150  # the lightest background, and the darkest shape
 
 
 @dataclass(frozen=True, slots=True)
-class ImageRef:
-    """An image as it was listed; the size is negative if the store did not report it."""
-
-    key: str
-    size_bytes: int = UNKNOWN_SIZE
-    version: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class ReadFailure:
     """Why an image can't be read, also later."""
 
@@ -104,47 +95,47 @@ class Reader:
         self.__dict__ |= state
         self._reset()
 
-    def read(self, ref: ImageRef) -> bytes | ReadFailure:
+    def read(self, image: Listed) -> bytes | ReadFailure:
         """Return the whole content of an image. Raises StoreUnreachable if errors are transient until the deadline."""
         if self._cache is not None:
-            known = self._cache.get(self._location.url, ref.key, ref.version)
-            if known is not None and (ref.size_bytes < 0 or ref.size_bytes == len(known)):
+            known = self._cache.get(self._location.url, image.key, image.version)
+            if known is not None and (image.size_bytes < 0 or image.size_bytes == len(known)):
                 return known
-        data = self._fetch(ref)
+        data = self._fetch(image)
         if self._cache is not None and isinstance(data, bytes):
-            self._cache.put(self._location.url, ref.key, ref.version, data)
+            self._cache.put(self._location.url, image.key, image.version, data)
         return data
 
-    def read_all(self, refs: Iterable[ImageRef], requests: int = REQUESTS) -> Iterator[tuple[int, bytes | ReadFailure]]:
+    def read_all(self, images: Iterable[Listed], requests: int = REQUESTS) -> Iterator[tuple[int, bytes | ReadFailure]]:
         """(position, content) of each image, as they arrive; at most 2 x `requests` results wait to be taken."""
         self._open()  # discards the pool of a parent process: its threads do not exist here
         pending: dict[Future[bytes | ReadFailure], int] = {}
         pool = self._pool = self._pool or ThreadPoolExecutor(requests, thread_name_prefix="ddptrain-read")
         try:
-            for place, ref in enumerate(refs):
+            for place, image in enumerate(images):
                 if len(pending) >= 2 * requests:
                     yield from _finished(pending)
-                pending[pool.submit(self.read, ref)] = place
+                pending[pool.submit(self.read, image)] = place
             while pending:
                 yield from _finished(pending)
         finally:
             for future in pending:
                 future.cancel()
 
-    def _fetch(self, ref: ImageRef) -> bytes | ReadFailure:
+    def _fetch(self, image: Listed) -> bytes | ReadFailure:
         began, pause_s, wrong_sizes = time.monotonic(), _FIRST_WAIT_S, Counter[int]()
         while True:
             try:
-                data = self._open().get(ref.key)
+                data = self._open().get(image.key)
                 self._has_read = True
-                if ref.size_bytes < 0 or len(data) == ref.size_bytes:
+                if image.size_bytes < 0 or len(data) == image.size_bytes:
                     return data
                 wrong_sizes[len(data)] += 1
-                problem = f"it has {len(data):,} bytes, and had {ref.size_bytes:,} when it was listed"
+                problem = f"it has {len(data):,} bytes, and had {image.size_bytes:,} when it was listed"
                 if wrong_sizes[len(data)] == _SAME_WRONG_SIZE:
-                    return ReadFailure(ref.key, problem)
+                    return ReadFailure(image.key, problem)
             except NotFound:
-                return ReadFailure(ref.key, "it is no longer there")
+                return ReadFailure(image.key, "it is no longer there")
             except StoreMissing as error:
                 if not self._has_read:  # a folder that this host never had will not appear
                     raise StoreUnreachable(str(error)) from None
@@ -152,15 +143,15 @@ class Reader:
             except TRANSIENT as error:
                 problem = str(error)
             except DdptrainError as error:  # such as forbidden: a retry can't help
-                return ReadFailure(ref.key, str(error))
+                return ReadFailure(image.key, str(error))
             left_s = began + self._deadline_s - time.monotonic()
             if left_s <= 0:
                 # The time of day makes two failures different: equal failures in a row are not restarted.
                 clock = time.strftime("%H:%M:%S", time.localtime(time.time() - self._deadline_s))
                 raise StoreUnreachable(
-                    f"{self._location.description} gives no {ref.key} since {clock} ({self._deadline_s:g} s); the last "
-                    f"error: {problem}; when it is back, failure.max_restarts or --resume continues from the newest "
-                    "checkpoint"
+                    f"{self._location.description} gives no {image.key} since {clock} ({self._deadline_s:g} s); the "
+                    f"last error: {problem}; when it is back, failure.max_restarts or --resume continues from the "
+                    "newest checkpoint"
                 )
             time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
             pause_s = min(2 * pause_s, _LONGEST_WAIT_S)

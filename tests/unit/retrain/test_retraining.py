@@ -7,19 +7,23 @@ import json
 import queue
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from ddptrain.config.load import load_mapping
 from ddptrain.driver.control.signals import signals_to
+from ddptrain.errors import Interrupted, RunLocked
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord
 from ddptrain.retrain.clean_up import clean_up, protected_runs
 from ddptrain.retrain.evaluation import Evaluation
-from ddptrain.retrain.retraining import scores_text
-from ddptrain.retrain.start import StageOutput
+from ddptrain.retrain.retraining import Retraining, scores_text
+from ddptrain.retrain.start import ModelLock, RetrainOptions, StageOutput
+from tests.servers.notify_servers import CheckServer, serving
 
 
 def test_signal_that_nobody_has_handled_reaches_an_inner_receiver() -> None:
@@ -34,7 +38,7 @@ def test_signal_that_nobody_has_handled_reaches_an_inner_receiver() -> None:
 
 
 def put(run_id: str, day: int, status: str = "succeeded", name: str = "pets") -> None:
-    layout = RunLayout(Path("runs") / run_id)
+    layout = Run(Path("runs") / run_id)
     layout.root.mkdir(parents=True)
     record = RunRecord(run_id=run_id, name=name, status=status, started_at=f"2025-01-{day:02}T00:00:00.000Z")
     layout.run_json.write_text(record.to_json())
@@ -164,3 +168,21 @@ def test_scores_in_one_line() -> None:
     scores = Evaluation({"candidate": {"b": 2.0, "a": 0.123456}, "champion": {"b": 3.0}}, notes=("noted",))
     assert scores_text(scores) == "a 0.1235, b 2 (champion 3); noted"
     assert scores_text(Evaluation({"candidate": {}})) == "no metrics"
+
+
+def test_start_that_has_lost_its_model_ends_with_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(ModelLock):
+        """A lock that another process takes."""
+
+        def held(self, *_: object) -> NoReturn:
+            self.lost = RunLocked("process 12 on host has taken over")
+            raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.chdir(tmp_path)
+    with serving(check := CheckServer()):
+        sections = {"notify": {"heartbeat": check.url}, "retrain": {"model": "names", "gate": {"metric": "val/loss"}}}
+        start = Retraining(load_mapping({"workload": "petnames", **sections}, tmp_path), RetrainOptions())
+        start.lock = Lost(start.registry.folder, "names")
+        start.heartbeat.begin()
+        assert start.run() == 6
+    assert [(kind, "has taken over" in body) for kind, _, body in check.pings] == [("start", False), ("log", True)]

@@ -24,7 +24,7 @@ class ImagesContext(WatchedContext):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.pictures: list[tuple[int | None, list[int], str]] = []
-        self.tables: list[tuple[str, int]] = []
+        self.tables: list[tuple[str, list[Any]]] = []
         self.taken: list[list[int]] = []
 
     def loader(self, dataset: Any, **how: Any) -> Any:
@@ -38,7 +38,7 @@ class ImagesContext(WatchedContext):
         self.pictures.append((step, list(image.shape), caption))
 
     def log_table(self, name: str, columns: Any, rows: Any, **_: Any) -> None:
-        self.tables.append((name, len(rows)))
+        self.tables.append((name, [row[1:] for row in rows]))
 
 
 class Seen:

@@ -14,8 +14,8 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.storage.store import Listed
-from ddptrain.workloads.images.classifier import build, describe
 from ddptrain.workloads.images.manifest import TRAIN, VAL, Manifest
+from ddptrain.workloads.images.model import build, describe
 from tests.unit.workloads.pictures import COLOURS, picture
 
 __all__ = ["COLOURS", "SIZE", "description", "make_manifest", "make_run", "model_of_colours", "picture"]

@@ -17,10 +17,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.evaluation import SavedCheckpoint
-from ddptrain.workloads.images import evaluate as evaluate_checkpoint
-from ddptrain.workloads.images.batches import BadImages, Batch, TooManyBadImages
-from ddptrain.workloads.images.evaluate import evaluate_model
-from ddptrain.workloads.images.train import share_buffers
+from ddptrain.workloads.images import train as evaluate_checkpoint
+from ddptrain.workloads.images.data import BadImages, Batch, TooManyBadImages
+from ddptrain.workloads.images.model import ModelInput
+from ddptrain.workloads.images.train import validate
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.generate import sample_names
@@ -128,6 +128,16 @@ def no_bad() -> BadImages:
     return BadImages(cast("Any", SimpleNamespace(train=(0,), val=(1,), keys=["0", "1"])), 1.0)
 
 
+class AsTheyAre(ModelInput):
+    """Leaves the images of a batch as they are."""
+
+    def __init__(self, outputs: list[int]) -> None:
+        super().__init__({"mean": [0.0], "std": [1.0], "outputs": outputs}, CPU)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return images
+
+
 class Scores(nn.Module):
     """Returns its input, in eval mode only."""
 
@@ -140,16 +150,15 @@ def test_score_is_over_the_images_of_all_batches(group: None) -> None:
     first = batch([[0, 0, 3, 0, 0, 0, 0], [1, 0, 2, 3, 4, 5, 6]], [0, 1])
     nothing = Batch(torch.zeros(0, 7), torch.zeros(0).long(), torch.zeros(0).long(), {0: "gone"})
     second = batch([[2, 0, 6, 7, 1, 5, 3]], [1])
-    outputs, bad = torch.tensor([2, 0]), no_bad()
-    kept: list[list[Any]] = []
+    bad = no_bad()
+    kept: list[tuple[Tensor, Tensor]] = []
     seen: list[int] = []
-    metrics = evaluate_model(
+    metrics = validate(
         Scores(),
-        nn.Identity(),
+        AsTheyAre([2, 0]),
         [first, nothing, second],
-        outputs,
         bad,
-        cast("Any", SimpleNamespace(add=lambda *columns: kept.append([column.tolist() for column in columns]))),
+        cast("Any", SimpleNamespace(validated=lambda batch, logits: kept.append((batch.index, logits)))),
         lambda: seen.append(1),
     )
     assert len(seen) == 3 and bad.reasons == {0: "gone"}
@@ -158,27 +167,15 @@ def test_score_is_over_the_images_of_all_batches(group: None) -> None:
         "val/accuracy": pytest.approx(1 / 3),
         "val/top5": pytest.approx(2 / 3),  # the right outputs are the first, the sixth and the fifth
     }
-    (index, labels, output, probability), (index_2, labels_2, output_2, probability_2) = kept
-    assert (index, labels, output, probability) == ([10, 11], [0, 1], [2, 6], pytest.approx([0.769988, 0.632698], 1e-5))
-    assert (index_2, labels_2, output_2, probability_2) == ([10], [1], [3], pytest.approx([0.652887], 1e-5))
+    assert [index.tolist() for index, _ in kept] == [[10, 11], [10]] and kept[1][1].tolist() == second.images.tolist()
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_score_of_no_images_is_no_number_and_the_model_keeps_its_mode(group: None, is_training: bool) -> None:
     model = Scores().train(is_training)
-    metrics = evaluate_model(model, nn.Identity(), [], torch.tensor([0, 1]), no_bad())
+    metrics = validate(model, AsTheyAre([0, 1]), [], no_bad())
     assert all(math.isnan(value) for value in metrics.values()) and len(metrics) == 3
     assert model.training is is_training
-
-
-def test_buffers_of_rank_0_are_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[Any, int]] = []
-    monkeypatch.setattr(dist, "broadcast", lambda buffer, source: sent.append((buffer, source)))
-    model = nn.BatchNorm1d(2)
-    share_buffers(model)
-    assert [(buffer is one, source) for (buffer, source), one in zip(sent, model.buffers(), strict=True)] == [
-        (True, 0)
-    ] * 3
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from ddptrain.errors import UsageError
 from ddptrain.storage.store import Listed
 from ddptrain.workloads.held_out import FILE, digest_of
 from ddptrain.workloads.images import listing as images
-from ddptrain.workloads.images.classifier import SavedConfig
-from ddptrain.workloads.images.evaluate import class_outputs, comparable_classes
 from ddptrain.workloads.images.manifest import TRAIN, UNUSED, VAL, Manifest
+from ddptrain.workloads.images.model import SavedConfig
 from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.train import class_outputs, comparable_classes
 from ddptrain.workloads.petnames import names
 from tests.unit.workloads.images_runs import description, picture
 

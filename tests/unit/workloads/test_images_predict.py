@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.classifier import SavedConfig, SavedModel, build
 from ddptrain.workloads.images.listing import GivenImage, find_images
+from ddptrain.workloads.images.model import SavedConfig, SavedModel, build
 from ddptrain.workloads.images.predict import Classifier, ImageResult, choose_device, default_batch_size
 from tests.unit.workloads.images_runs import COLOURS, description, model_of_colours, picture
 
@@ -128,16 +128,6 @@ def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UsageError, match="--device cuda: torch finds no GPU on this machine; use --device cpu"):
         choose_device("cuda")
     assert default_batch_size(CPU) < default_batch_size(torch.device("cuda"))
-
-
-def test_a_batch_that_is_too_large_is_told(saved: SavedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    classifier = Classifier(saved, 1, CPU)
-    monkeypatch.setattr(classifier, "_model", full)
-    with pytest.raises(UsageError, match="not enough memory on cpu for 3 images at a time: give a smaller --batch"):
-        [*classifier.results(find_images([str(folder)]), 16)]
 
 
 @pytest.mark.gpu

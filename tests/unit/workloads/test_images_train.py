@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.batches import Batch, Images
-from ddptrain.workloads.images.classifier import PixelNormalizer, build
+from ddptrain.workloads.images.data import Batch, Images
 from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.workloads.images.model import ModelInput, build
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import described_again
 from tests.unit.workloads.petnames_ranks import run_ranks
@@ -30,7 +30,7 @@ from tests.unit.workloads.petnames_ranks import run_ranks
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("images_ranks.py")
-UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD = range(8)
+UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD, SINGLES = range(9)
 WORLD_SIZES = (1, 2, 3)
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 LABELS = ["sky", "blue", "red", "night", "green"]
@@ -86,6 +86,7 @@ def cases(root: Path) -> list[dict[str, Any]]:
         },
         {"inputs": "whole-inputs", "params": mapped, "worlds": [2]},
         {"inputs": "some-inputs", "params": {**uneven, "max_bad_fraction": 0.05}, "worlds": [2], "fails": True},
+        {"inputs": "few-inputs", "params": {**tiny, "architecture": "resnet18", "image_size": 32}, "worlds": [1]},
     ]
 
 
@@ -156,7 +157,7 @@ def test_validation_is_exact_over_uneven_ranks_and_leaves_bad_images_out(
     assert len(batch.index) == len(manifest.val) - 2 * (case == UNEVEN)
     model, pixels = (
         build(state["extra"]["model_config"]),
-        PixelNormalizer(state["extra"]["model_config"], torch.device("cpu")),
+        ModelInput(state["extra"]["model_config"], torch.device("cpu")),
     )
     model.load_state_dict(weights)
     targets = batch.labels
@@ -177,6 +178,18 @@ def predictions(runs: Path, world_size: int, case: int) -> list[dict[str, str]]:
     folder = runs / f"world-{world_size}" / f"case-{case}"
     files = [folder / f"rank-{rank}.csv" for rank in range(world_size)]
     return [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", [UNEVEN, STRAIGHT])
+def test_mistakes_of_all_ranks_are_in_one_table(runs: Path, world_size: int, case: int) -> None:
+    first, *others = (dict(rank["tables"]) for rank in ranks_of(runs, world_size, case))
+    shown = first["val_mistakes"]
+    wrong = [row for row in predictions(runs, world_size, case) if row["label"] != row["prediction"]]
+    wrong.sort(key=lambda row: -float(row["probability"]))
+    assert not any("val_mistakes" in tables for tables in others)
+    assert [score for *_, score in shown] == [pytest.approx(float(row["probability"]), 1e-4) for row in wrong[:24]]
+    assert Counter((label, said) for label, said, _ in shown) == Counter((r["label"], r["prediction"]) for r in wrong)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -269,7 +282,8 @@ def test_rank_0_makes_pictures_of_examples_with_what_they_are_taken_for(runs: Pa
 def test_every_fourth_batch_of_the_last_epoch_and_the_first_is_in_the_table_of_what_was_trained_on(runs: Path) -> None:
     for rank in ranks_of(runs, 2, STRAIGHT):
         assert len(rank["images"]) == 12  # 3 epochs of 4 steps
-        assert rank["tables"] == [["train_predictions", len(rank["images"][-4])]]
+        tables = [(name, len(rows)) for name, rows in rank["tables"] if name != "val_mistakes"]
+        assert tables == [("train_predictions", len(rank["images"][-4]))]
 
 
 def test_label_map_keeps_the_head_and_trains_and_validates_the_mapped_outputs(runs: Path) -> None:
@@ -294,6 +308,11 @@ def test_more_bad_images_than_are_allowed_end_the_run_with_their_names(runs: Pat
     for rank in ranks_of(runs, 2, FULL_OF_BAD):
         assert rank["failure"].startswith("TooManyBadImages: 2 of 30 images")
         assert all(manifest.keys[index] in rank["failure"] for index in manifest.val[:2])
+
+
+def test_single_image_is_trained_on_where_batch_norm_needs_two(runs: Path) -> None:
+    _, state = checkpoint_of(runs, 1, SINGLES)
+    assert state["step"] == 2 * len(described(runs, SINGLES)[1].train)
 
 
 def test_rank_0_says_a_line_an_epoch_and_what_it_goes_on_from(runs: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.protocol import events
-from ddptrain.workloads.images import classifier as build_model
+from ddptrain.workloads.images import model as build_model
 from ddptrain.workloads.images import train as images
 from ddptrain.workloads.images.listing import prepare
 from ddptrain.workloads.petnames import train as petnames

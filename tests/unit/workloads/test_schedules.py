@@ -60,3 +60,18 @@ def test_optimizer_has_what_the_parameters_say(kind: Any) -> None:
     assert type(optimizer).__name__.lower() == kind
     assert group["weight_decay"] == 0.02
     assert group["momentum"] == 0.9 if kind == "sgd" else (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-6)
+
+
+def test_plateau_after_another_schedule_begins_anew_with_the_highest_rate() -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), 0.1)
+    before = make_schedule("cosine", optimizer, 0.1, lambda: 0.9)
+    optimizer.step()
+    before.step()
+    assert optimizer.param_groups[0]["lr"] < 0.01
+    plateau = make_schedule("plateau", optimizer, 0.1, lambda: 0.9, before.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for loss in (1.0, 1.0, 1.0):
+        plateau.step(loss)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    plateau.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

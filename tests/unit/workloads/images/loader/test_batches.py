@@ -14,16 +14,16 @@ import torch
 
 from ddptrain.rank.loader import RankLoader, make_loader
 from ddptrain.storage.store import StoreUnreachable
-from ddptrain.workloads.images.batches import (
+from ddptrain.workloads.images.data import (
     BadImages,
     Batch,
     Images,
     TooManyBadImages,
+    decode_eval,
     loader_workers,
     train_loader,
     val_loader,
 )
-from ddptrain.workloads.images.decode import decode_eval
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.servers.images_on_s3 import draw_folder

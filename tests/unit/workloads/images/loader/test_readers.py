@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.storage.store import Location, NotFound, StoreForbidden, StoreUnreachable, Transient
-from ddptrain.workloads.images.reader import Cache, ImageRef, Reader, ReadFailure
+from ddptrain.storage.store import Listed, Location, NotFound, StoreForbidden, StoreUnreachable, Transient
+from ddptrain.workloads.images.reader import Cache, Reader, ReadFailure
 from tests.support import fake_time
 
 # --- image reader ---
@@ -52,7 +52,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_what_passes_is_tried_again_with_waits_that_grow_and_differ(pauses: list[float]) -> None:
     store = Scripted(a=[Transient("503"), Transient("reset"), Transient("timeout"), Transient("503"), b"image"])
-    assert store.reader().read(ImageRef("a", 5)) == b"image"
+    assert store.reader().read(Listed("a", 5, "")) == b"image"
     assert all(0.5 * full <= pause <= full for pause, full in zip(pauses, [0.1, 0.2, 0.4, 0.8], strict=True))
     assert pauses != [0.1, 0.2, 0.4, 0.8]
 
@@ -60,37 +60,37 @@ def test_what_passes_is_tried_again_with_waits_that_grow_and_differ(pauses: list
 def test_transient_errors_until_the_deadline_are_an_error_with_the_last_reason(pauses: list[float]) -> None:
     reader = Scripted(a=[Transient("first"), Transient("503 Slow Down")]).reader()
     with pytest.raises(StoreUnreachable, match=r"gives no a since \S+ \(60 s\); the last error: 503 Slow Down"):
-        reader.read(ImageRef("a", 5))
+        reader.read(Listed("a", 5, ""))
     assert sum(pauses) == pytest.approx(60) and max(pauses) <= 5
 
 
 def test_missing_and_forbidden_images_are_not_tried_again() -> None:
     store = Scripted(gone=[NotFound("gone")], closed=[StoreForbidden("the store refuses it")])
-    assert store.reader().read(ImageRef("gone")) == ReadFailure("gone", "it is no longer there")
-    assert store.reader().read(ImageRef("closed")) == ReadFailure("closed", "the store refuses it")
+    assert store.reader().read(Listed("gone", -1, "")) == ReadFailure("gone", "it is no longer there")
+    assert store.reader().read(Listed("closed", -1, "")) == ReadFailure("closed", "the store refuses it")
     assert store.asked == {"gone": 1, "closed": 1}
 
 
 def test_body_cut_short_is_read_again() -> None:
     store = Scripted(a=[b"im", b"imag", b"image"])
-    assert store.reader().read(ImageRef("a", 5)) == b"image"
+    assert store.reader().read(Listed("a", 5, "")) == b"image"
 
 
 def test_image_that_has_another_size_than_was_listed_is_a_fault() -> None:
     store = Scripted(a=[b"other image"])
-    assert store.reader().read(ImageRef("a", 5)) == ReadFailure("a", "it has 11 bytes, and had 5 when it was listed")
+    assert store.reader().read(Listed("a", 5, "")) == ReadFailure("a", "it has 11 bytes, and had 5 when it was listed")
     assert store.asked["a"] == 3
-    assert store.reader().read(ImageRef("a")) == b"other image", "whose size the store has not told"
+    assert store.reader().read(Listed("a", -1, "")) == b"other image", "whose size the store has not told"
 
 
 def test_cache_is_asked_first_and_filled(tmp_path: Path) -> None:
     store = Scripted(a=[b"image"], gone=[NotFound("gone")])
     for _ in range(2):
         reader = store.reader(Cache(tmp_path, 1 << 20))
-        assert reader.read(ImageRef("a", 5, "v1")) == b"image"
-        assert isinstance(reader.read(ImageRef("gone", 5, "v1")), ReadFailure)
+        assert reader.read(Listed("a", 5, "v1")) == b"image"
+        assert isinstance(reader.read(Listed("gone", 5, "v1")), ReadFailure)
     assert store.asked == {"a": 1, "gone": 2}
-    assert store.reader(Cache(tmp_path, 1 << 20)).read(ImageRef("a", 5, "v2")) == b"image"
+    assert store.reader(Cache(tmp_path, 1 << 20)).read(Listed("a", 5, "v2")) == b"image"
     assert store.asked["a"] == 2, "another version"
 
 
@@ -113,14 +113,14 @@ class Slow:
 
 def test_many_requests_are_under_way_and_no_more_than_asked_for() -> None:
     store = Slow()
-    found = dict(Reader(S3, opener=lambda *_: store).read_all([ImageRef(str(n)) for n in range(100)], requests=8))
+    found = dict(Reader(S3, opener=lambda *_: store).read_all([Listed(str(n), -1, "") for n in range(100)], requests=8))
     assert found == {n: str(n).encode() for n in range(100)}
     assert 4 <= store.most <= 8
 
 
 def test_images_that_nobody_takes_are_not_read_ahead_without_end() -> None:
     store = Slow()
-    images = Reader(S3, opener=lambda *_: store).read_all((ImageRef(str(n)) for n in range(10_000)), requests=4)
+    images = Reader(S3, opener=lambda *_: store).read_all((Listed(str(n), -1, "") for n in range(10_000)), requests=4)
     for _ in range(3):
         next(images)
     time.sleep(0.1)
@@ -132,9 +132,9 @@ def test_images_that_nobody_takes_are_not_read_ahead_without_end() -> None:
 def test_reader_can_be_pickled_also_after_it_has_read(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"image")
     reader = Reader(Location(str(tmp_path)), Cache(tmp_path / "cache", 1 << 20))
-    assert reader.read(ImageRef("a.jpg")) == b"image"
-    assert dict(reader.read_all([ImageRef("a.jpg")], 2)) == {0: b"image"}
-    assert pickle.loads(pickle.dumps(reader)).read(ImageRef("a.jpg")) == b"image"
+    assert reader.read(Listed("a.jpg", -1, "")) == b"image"
+    assert dict(reader.read_all([Listed("a.jpg", -1, "")], 2)) == {0: b"image"}
+    assert pickle.loads(pickle.dumps(reader)).read(Listed("a.jpg", -1, "")) == b"image"
 
 
 def in_a_fork(check: Callable[[], object]) -> str:
@@ -163,8 +163,8 @@ def test_fork_after_a_read_is_told_for_stores_that_do_not_survive_it(tmp_path: P
     (tmp_path / "a.jpg").write_bytes(b"image")
     remote, local = Scripted(a=[b"image"]).reader(), Reader(Location(str(tmp_path)))
     for reader, key in ((remote, "a"), (local, "a.jpg")):
-        assert dict(reader.read_all([ImageRef(key)], 2)) == {0: b"image"}
-    assert 'multiprocessing_context="forkserver"' in in_a_fork(lambda: dict(remote.read_all([ImageRef("a")], 2)))
-    assert in_a_fork(lambda: dict(local.read_all([ImageRef("a.jpg")], 2))) == ""
+        assert dict(reader.read_all([Listed(key, -1, "")], 2)) == {0: b"image"}
+    assert 'multiprocessing_context="forkserver"' in in_a_fork(lambda: dict(remote.read_all([Listed("a", -1, "")], 2)))
+    assert in_a_fork(lambda: dict(local.read_all([Listed("a.jpg", -1, "")], 2))) == ""
     fresh = Scripted(a=[b"image"]).reader()
-    assert in_a_fork(lambda: dict(fresh.read_all([ImageRef("a")], 2))) == ""
+    assert in_a_fork(lambda: dict(fresh.read_all([Listed("a", -1, "")], 2))) == ""

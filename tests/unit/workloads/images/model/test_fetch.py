@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.workloads.images.weights import fetch
+from ddptrain.workloads.images.model import fetch
 
 CONTENT = b"weights" * 100_000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()[:8]

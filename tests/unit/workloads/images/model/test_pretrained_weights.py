@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddptrain.rank.context import RankContext
-from ddptrain.workloads.images.classifier import build, describe
+from ddptrain.workloads.images.model import BadWeights, begin_with_weights, build, describe, described_model
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.weights import BadWeights, begin_with_weights, described_model
 
 CLASSES = [f"class {number}" for number in range(1000)]
 

@@ -17,7 +17,7 @@ def test_pretrained_weights_are_those_of_rank_0(run_cli: Cli, shared_cluster: st
         import torch
         import torch.distributed as dist
         from safetensors.torch import save_file
-        from ddptrain.workloads.images.weights import begin_with_weights, built_model, described_model
+        from ddptrain.workloads.images.model import begin_with_weights, built_model, described_model
         from ddptrain.workloads.images.params import ImagesParams
 
         def train(ctx):
