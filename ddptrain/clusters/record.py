@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddptrain.clusters.processes import Relation, is_loopback, relation, where_to_run
+from ddptrain.clusters.processes import Relation, is_loopback, relation, running, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.types import NAME_PATTERN
@@ -111,6 +111,13 @@ class ClusterRecord(BaseModel):
     def of_role(self, role: str) -> list[Part]:
         """Return the parts with that role, in the order of their start."""
         return [part for part in self.parts if part.role == role]
+
+    def ended_process(self) -> str | None:
+        """Return which of its processes on this host has ended; None if all run. Raises ClusterError on another one."""
+        known = [part for part in self.parts if part.pid is not None]
+        alive = {folder: running(folder) for folder in {part.id for part in known}}
+        gone = (f"the {part.name} (pid {part.pid}) has ended" for part in known if part.pid not in alive[part.id])
+        return next(gone, None)
 
     def keep(self, part: Part) -> None:
         """Save a part, in the place of the one with the same role and host, if there is one."""

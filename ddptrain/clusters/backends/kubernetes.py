@@ -112,7 +112,7 @@ class KubernetesBackend(Backend):
             words, hopeless = _trouble(pod)
             if hopeless:
                 return f"the pod {pod['metadata']['name']}: {words}"
-        return processes.ended(cluster.of_role(_FORWARD))
+        return cluster.ended_process()
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the last lines of each pod, and why it does not run. Raises ClusterError."""

@@ -69,7 +69,7 @@ class SlurmBackend(Backend):
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return that the job, or what runs in the job of this process, has ended; or None."""
         job = next((part.id.partition(" ")[2] for part in cluster.parts), "")
-        return f"job {job} has ended" if job and not _listed(cluster) else processes.ended(cluster.parts)
+        return f"job {job} has ended" if job and not _listed(cluster) else cluster.ended_process()
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler, workers and the job; for a job that waits, the reason."""
