@@ -378,7 +378,7 @@ def prune(
         ddptrain results prune --keep 20 --dry-run
         ddptrain results prune --older-than 30d
     """
-    from ddptrain.config.sections.retraining import duration_s
+    from ddptrain.config.types import duration_s
     from ddptrain.model_registry.registry import ModelRegistry
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs

@@ -31,12 +31,15 @@ def train(
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
+    wait: opt.WaitOption = None,
     run_id: opt.RunIdOption = None,
     resume: opt.ResumeOption = None,
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
     submit: opt.SubmitOption = False,
+    debug: opt.DebugOption = None,
+    listen: opt.ListenOption = None,
     all_ranks: opt.AllRanksOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
@@ -51,12 +54,13 @@ def train(
         ddptrain train train.yaml --resume auto
         ddptrain train train.yaml --dry-run
     """
-    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
+    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir, wait)
     with reporting_of(config, report) as reporting:
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach or submit))
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach, submit=submit)
 
 
@@ -89,8 +93,10 @@ def start(
     if dry_run:
         from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.cluster_session import check_cluster
+        from ddptrain.driver.transfer.environment import environment_of
 
         check_workload(resolved)
+        environment_of(resolved)
         start = check_cluster(resolved.config.cluster, say)
         write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()

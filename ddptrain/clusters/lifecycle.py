@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 _SURE_S = 10.0  # a cluster that does not answer for that long has failed, and is cleaned up
 _END_S = 60.0  # another command may need that long to clean up a failed start
-_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
+_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s", "priority"})
 _POLL_S = 0.02
 _WARM_ROUND_S = 1.0  # seconds that one check waits for the workers to become warm
 _FAULT_EVERY_S = 2.0  # seconds; each check costs a call to the batch system or the remote host

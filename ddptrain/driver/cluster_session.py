@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
-from ddptrain.clusters.backends.local import LocalResources, local_resources
 from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
+from ddptrain.clusters.machine_slots import LocalResources, local_resources
 from ddptrain.clusters.provider import Cluster, Tell
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.run_config import RunConfig
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 _APPEAR_S = 5.0  # time for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
 
 
-def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell) -> Cluster:
+def cluster_for(
+    config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell, rank_python: str = ""
+) -> Cluster:
     """Return the cluster that a configuration names, which is not started yet.
 
-    `machine` are the resources of the embedded cluster, None for other clusters.
+    `machine` are the resources of the embedded cluster, None for other clusters; `rank_python` is that of an
+    environment that is installed here.
     """
     if machine is not None:
         environ = without_working_directory(os.environ) if is_built_in(config.workload) else os.environ
-        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ)
+        return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ, rank_python, machine.present)
     if config.cluster.is_attached:
         return AttachedCluster(config.cluster)
     if config.cluster.class_name:

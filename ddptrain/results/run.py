@@ -250,8 +250,10 @@ class Run:
 
     @property
     def shown_status(self) -> str:
-        """The status for messages: a running run without ranks is waiting."""
-        return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
+        """The status for messages: a running run without ranks is waiting, or queued if others hold its slots."""
+        if not (self.is_running and self.record.waiting):
+            return self.status
+        return RunStatus.WAITING if self.record.queued is None else RunStatus.QUEUED
 
     @property
     def status_text(self) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ddptrain.host_identity import boot_id
 from ddptrain.protocol.exec_env import JOB
 
 SCHEMA = 1
+_A_DAY_S = 86_400.0
 SWEEP = "sweep"  # the kind of a run whose trials are runs below it
 
 
@@ -33,7 +35,7 @@ ENDED_BY_STOP = "ended by ddptrain stop"
 class RunStatus(StrEnum):
     """The status of a run. run.json has one of the first six; readers derive the others."""
 
-    QUEUED = "queued"  # its driver waits in the queue of a batch system
+    QUEUED = "queued"  # its driver waits in the queue of a batch system, or its ranks for slots that others hold
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -134,6 +136,38 @@ class FailureRecord:
     def summary(self) -> str:
         """Type and message, which may have several lines."""
         return ": ".join(filter(None, (self.type, self.message)))
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRecord:
+    """A run that has slots of the cluster; `since` in seconds since 1970."""
+
+    run_id: str = ""
+    slots: int = 0
+    since: float = 0.0
+
+    @property
+    def description(self) -> str:
+        """The record as words."""
+        noun = "slot" if self.slots == 1 else "slots"
+        day = "" if time.time() - self.since < _A_DAY_S else "%d %b "
+        return f"{self.run_id} ({self.slots} {noun} since {time.strftime(f'{day}%H:%M UTC', time.gmtime(self.since))})"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRecord:
+    """What a run waits for: so many slots, and who has them; its `place` in the queue: 1 is next, 0: it has none."""
+
+    slots: int = 0
+    place: int = 0
+    holders: tuple[HolderRecord, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """The record as words."""
+        place = f"number {self.place} in line" if self.place else ""
+        held = ", ".join(holder.description for holder in self.holders)
+        return ", ".join(filter(None, (place, f"held by {held}" if held else "")))
 
 
 def root_cause(failure: FailureRecord | None) -> str:
@@ -270,10 +304,10 @@ class RunRecord:
     """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first.
 
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
-    inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
-    began at `resumed_at`. params: as in config.yaml; None in records of older versions. last_metrics: one value for all
-    ranks, None if it is not finite; see results/metrics.py. progress: that of
-    the last attempt.
+    inputs. queued: it waits for slots that others hold. duration_s: of all parts of a resumed run, in seconds;
+    earlier_s: the same without the last part, which began at `resumed_at`. params: as in config.yaml; None in records
+    of older versions. last_metrics: one value for all ranks, None if it is not finite; see results/metrics.py.
+    progress: that of the last attempt.
     """
 
     schema: int = SCHEMA
@@ -283,6 +317,7 @@ class RunRecord:
     workload: str = ""
     status: str = RunStatus.RUNNING
     waiting: bool = False
+    queued: QueueRecord | None = None
     exit_code: int | None = None
     started_at: str = ""
     ended_at: str | None = None

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters.backends.local import LocalResources, local_resources
+from ddptrain.clusters.machine_slots import LocalResources, local_resources
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.resolved import ResolvedConfig, resolve
@@ -417,7 +417,7 @@ def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResou
             f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {len(gpus)}: lower "
             "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
         )
-    return LocalResources(count, gpus[:count])
+    return LocalResources(count, gpus[:count], gpus)
 
 
 class Capacity:

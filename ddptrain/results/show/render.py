@@ -97,6 +97,8 @@ def _result(view: Run) -> str:
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         return _short(rank + record.failure.summary)
+    if view.is_running and record.queued is not None:
+        return record.queued.description
     if view.is_running and record.progress is not None and record.progress.share:
         return ", ".join(filter(None, (record.progress.share, _eta(record.progress), *_loss(record))))
     if record.best is not None:

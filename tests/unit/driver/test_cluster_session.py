@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
+from ddptrain.clusters import machine_slots as local_resources
 from ddptrain.clusters import record as records
-from ddptrain.clusters.backends import local as local_resources
-from ddptrain.clusters.backends.local import LocalResources
+from ddptrain.clusters.machine_slots import LocalResources
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.config.sections.clusters import ClusterConfig
