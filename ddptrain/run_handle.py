@@ -89,7 +89,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, succeeded, failed, preempted or cancelled."""
+        """queued (its job waits, or starts again), running, succeeded, failed, preempted or cancelled."""
         return str(self._view().status)
 
     @property
@@ -204,11 +204,7 @@ class Run:
         return StopTarget(RecordedRun(self._folder), self._view, **look)
 
     def _is_running(self) -> bool:
-        from ddptrain.driver.control.stop import is_active
-
-        if self._process is not None:
-            return self._process.poll() is None
-        return is_active(self._view())
+        return self._view().goes_on if self._process is None else self._process.poll() is None
 
     def _raise(self) -> None:
         from ddptrain.results.run_record import root_cause

@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -53,14 +53,6 @@ class Part(BaseModel):
     def name(self) -> str:
         """The name for messages and logs: scheduler, worker node-1."""
         return f"{self.role} {self.host}" if self.host and self.role != "scheduler" else self.role
-
-
-def ended(parts: Iterable[Part]) -> str | None:
-    """Return which of these parts was a process of this host that has ended; None if all run. Raises ClusterError."""
-    known = [part for part in parts if part.pid is not None]
-    alive = {folder: running(folder) for folder in {part.id for part in known}}
-    gone = (f"the {part.name} (pid {part.pid}) has ended" for part in known if part.pid not in alive[part.id])
-    return next(gone, None)
 
 
 class ClusterRecord(BaseModel):
@@ -119,6 +111,13 @@ class ClusterRecord(BaseModel):
     def of_role(self, role: str) -> list[Part]:
         """Return the parts with that role, in the order of their start."""
         return [part for part in self.parts if part.role == role]
+
+    def ended_process(self) -> str | None:
+        """Return which of its processes on this host has ended; None if all run. Raises ClusterError on another one."""
+        known = [part for part in self.parts if part.pid is not None]
+        alive = {folder: running(folder) for folder in {part.id for part in known}}
+        gone = (f"the {part.name} (pid {part.pid}) has ended" for part in known if part.pid not in alive[part.id])
+        return next(gone, None)
 
     def keep(self, part: Part) -> None:
         """Save a part, in the place of the one with the same role and host, if there is one."""

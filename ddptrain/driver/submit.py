@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,16 +127,10 @@ def restart(job: JobRecord) -> None:
 
 def _changed(folder: Path, change: Callable[[RunRecord], RunRecord]) -> Run:
     """Change the record of a queued run; return the run, unchanged if its driver has begun."""
-    owner = LockFile(Run(folder).lock_file)
-    try:
-        owner.take()
+    with suppress(RunLocked), LockFile(Run(folder).lock_file):
         run = Run(folder, is_ours=True)
         if run.status == RunStatus.QUEUED:
             write_file(run.run_json, change(run.record).to_json().encode())
-    except RunLocked:
-        pass
-    finally:
-        owner.release()
     return Run(folder)
 
 

@@ -129,7 +129,8 @@ class Submitted:
     def __init__(self, cli: Cli, site: Slurm, **settings: object) -> None:
         self.cli, self.env = cli, site.env
         (cli.folder / "work.py").write_text(TRAINING)
-        config = {"workload": "work:train", "name": "lines", "cluster": {"slurm": {"ranks_per_node": 1, **settings}}}
+        cluster = {"start_timeout_s": 300, "slurm": {"ranks_per_node": 1, **settings}}
+        config = {"workload": "work:train", "name": "lines", "cluster": cluster}
         (cli.folder / "work.yaml").write_text(json.dumps(config))
 
     def __call__(self, *args: str, rc: int = 0) -> Finished:
@@ -142,16 +143,16 @@ class Submitted:
         (run,) = json.loads(self("results", "list", "--json").stdout)
         return run
 
-    def until(self, status: str, timeout_s: float = PATIENCE_S, **wanted: object) -> Any:
+    def until(self, status: str, timeout_s: float = 2 * PATIENCE_S, **wanted: object) -> Any:
         deadline = time.monotonic() + timeout_s
         while (run := self.run())["status"] != status or any(run[key] != value for key, value in wanted.items()):
-            assert time.monotonic() < deadline and run["status"] not in {"succeeded", "failed", "cancelled"} - {
-                status
-            }, run
+            has_ended = run["status"] in {"succeeded", "failed", "cancelled"} - {status}
+            assert time.monotonic() < deadline and not has_ended, (run["status"], run["failure"], run["jobs"])
             time.sleep(0.2)
         return run
 
 
+@pytest.mark.timeout(600)
 def test_submitted_run_goes_on_after_a_warning_until_somebody_stops_it(run_cli: Cli, site: Slurm) -> None:
     site.call("scontrol", "update", "PartitionName=main", "State=DOWN")
     login = Submitted(run_cli, site)
