@@ -220,7 +220,7 @@ class StoredRuns(Runs):
         with suppress(FileNotFoundError):
             run.read(_RECORD)
             return run
-        return None
+        return run if _SWEEP in run.files and MARK not in run.files else None
 
     # --- The list: a store with many runs has an index of those that have ended ---
 
@@ -237,7 +237,7 @@ class StoredRuns(Runs):
                 found = [
                     StoredRun(self.store.below(name), self.copies / name, files)
                     for name, files in listing.items()
-                    if _RECORD in files
+                    if _RECORD in files or (_SWEEP in files and MARK not in files)
                 ]
             else:
                 names = [name for name in self.store.folders() if valid_run_id(name)]
