@@ -59,7 +59,7 @@ class Message:
         for heading, items in (lists or {}).items():
             if listed := [f"- {item}" for item in items]:
                 blocks.append("\n".join([f"**{heading}**", "", *listed]))
-        return cls(f"{clean_line(name)}: {title}", "\n\n".join(filter(None, blocks)), kind)
+        return cls(clean_line(f"{name}: {title}"), "\n\n".join(filter(None, blocks)), kind)
 
 
 def code(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ddptrain.protocol.events import KINDS, Event
-from ddptrain.results.run_record import BestRecord, FailureRecord, NotFiniteRecord, RankRecord, RunRecord, RunStatus
+from ddptrain.results.run_record import BestRecord, FailureRecord, NotFiniteRecord, RankRecord, RunRecord
 from ddptrain.results.sweep_record import SweepRecord
 
 TARGET = Path(__file__).parents[2] / "docs/reference/output.schema.json"
@@ -35,7 +35,7 @@ _DRIVER: dict[str, dict[str, Any]] = {
     "attempt_ended": {"attempt": _INT, "status": _TEXT},
     "run_finished": {
         **_WHERE,
-        "status": {"enum": [RunStatus.SUCCEEDED, RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED]},
+        "status": {"enum": ["succeeded", "failed", "preempted", "cancelled", "queued"]},
         "exit_code": _INT,
         "duration_s": _NUMBER,
         "time_use_s": _NUMBERS,
@@ -45,6 +45,7 @@ _DRIVER: dict[str, dict[str, Any]] = {
         "result": {},
         "failure": _or_null({"$ref": "#/$defs/FailureRecord"}),
     },
+    "run_submitted": {**_WHERE, "job": _TEXT},
     "status": {"message": _TEXT},
     "notice": {"level": {"enum": ["info", "warning", "error"]}, "message": _TEXT},
     "message": {"level": {"enum": ["info", "warning", "error"]}, "message": _TEXT},
