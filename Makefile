@@ -45,6 +45,7 @@ schema: $(INSTALLED) ## write the schema of the configuration, its page and the 
 	$(BIN)/ddptrain init --schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/python -m tests.docs.python_reference
+	$(BIN)/python -m tests.docs.output_schema
 	$(BIN)/python -m tests.docs.man_page
 
 test: $(INSTALLED) ## run the tests for every change (2.5 minutes on 2 cores): unit, commands, end-to-end; options go into ARGS

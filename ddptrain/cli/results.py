@@ -215,6 +215,7 @@ def logs(
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run has ended.")] = False,
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print each line as an object, as --output json does.")] = False,
 ) -> None:
     """Print the logs of the ranks.
 
@@ -228,9 +229,9 @@ def logs(
     view = runs.find(name)
     try:
         if follow:
-            write(follow_logs(view, rank, lines, wait=_wait_for_reader()))
+            write(follow_logs(view, rank, lines, wait=_wait_for_reader(), as_json=json))
         else:
-            write(show_logs(view, rank, lines))
+            write(show_logs(view, rank, lines, as_json=json))
     except KeyboardInterrupt:
         raise typer.Exit(ExitCode.INTERRUPTED) from None
 

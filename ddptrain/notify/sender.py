@@ -59,7 +59,7 @@ class Message:
         for heading, items in (lists or {}).items():
             if listed := [f"- {item}" for item in items]:
                 blocks.append("\n".join([f"**{heading}**", "", *listed]))
-        return cls(shorten(f"{clean_line(name)}: {title}", _TITLE_CHARS), "\n\n".join(filter(None, blocks)), kind)
+        return cls(clean_line(f"{name}: {title}"), "\n\n".join(filter(None, blocks)), kind)
 
 
 def code(text: str) -> str:
@@ -110,6 +110,7 @@ def send(
     """
     known = sorted(secrets, key=len, reverse=True)
     title, body = (hide_credentials(hide_known(each, known)) for each in (message.title, message.body))
+    title = shorten(title, _TITLE_CHARS)  # last: half of a secret would not be known
     named: list[tuple[str, str]] = []
     deliveries: dict[str, list[Delivery]] = {}
     for index, url in enumerate(urls):
@@ -129,7 +130,7 @@ def send(
         if delivery.problem:
             _log.warning("message not delivered", target=delivery.target, problem=delivery.problem)
         else:
-            _log.info("message delivered", target=delivery.target, title=message.title)
+            _log.info("message delivered", target=delivery.target, title=title)
     return found
 
 

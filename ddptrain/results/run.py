@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shlex
@@ -207,7 +208,13 @@ class Run:
             return self._unreadable(), f"cannot read {self.root / 'run.json'}: {why}"
 
     def _parsed(self) -> RunRecord:
-        record = RunRecord.from_json(self.read("run.json"))
+        try:
+            text = self.read("run.json")
+        except FileNotFoundError:
+            if not self.is_sweep:
+                raise
+            text = _as_run_json(self.read("sweep.json"))
+        record = RunRecord.from_json(text)
         if not valid_run_id(record.run_id):  # commands make files of that name
             raise RecordError(f'run_id is "{shorten(record.run_id)}", which cannot be the name of a run')
         return record
@@ -395,6 +402,16 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """Return the folders of all checkpoints, the highest step first."""
         return [path for path in checkpoint_folders(self.checkpoints_dir) if (path / MANIFEST).is_file()]
+
+
+def _as_run_json(sweep_json: bytes) -> bytes:
+    """Return the run.json of a sweep of 0.1.0, which has only sweep.json. Raises RecordError."""
+    try:
+        data = json.loads(sweep_json)
+        names = ("name", "status", "exit_code", "started_at", "ended_at", "duration_s")
+        return json.dumps({"run_id": data["sweep_id"], "kind": SWEEP, **{name: data[name] for name in names}}).encode()
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise RecordError("sweep.json is damaged") from error
 
 
 def is_sweep(folder: Path) -> bool:

@@ -49,11 +49,15 @@ class RecordError(ValueError):
     """The text is not a run.json."""
 
 
-def _or_nan(value: object) -> object:
-    return math.nan if value is None else value
+class _NullAsNaN:
+    def __call__(self, value: object) -> object:
+        return math.nan if value is None else value
+
+    def __get_pydantic_json_schema__(self, schema: object, handler: object) -> dict[str, object]:
+        return {"type": ["number", "null"]}
 
 
-Number = Annotated[float, _or_nan]  # NaN, which JSON does not have, is written as null
+Number = Annotated[float, _NullAsNaN()]  # NaN, which JSON does not have, is written as null
 
 
 @dataclass(frozen=True, slots=True)

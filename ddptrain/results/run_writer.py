@@ -126,34 +126,35 @@ class RunWriter:
 
         Raises RunLocked, UsageError, ResultsError; see _continue_run().
         """
-        view, owner = _continue_run(folder.absolute(), expected_driver)
-        layout = view
+        layout, owner = _continue_run(folder.absolute(), expected_driver)
         try:
             record = dataclasses.replace(
-                view.record,
+                layout.record,
                 status=RunStatus.RUNNING,
                 waiting=True,
                 exit_code=None,
                 ended_at=None,
                 duration_s=None,
-                earlier_s=view.duration_s or 0.0,
+                earlier_s=layout.duration_s or 0.0,
                 resumed_at=utc_now(),
                 failure=None,
                 result=None,
                 progress=None,
+                time_use_s={},
+                goodput=None,
                 params=_params_in(config_text),
                 git=git_state(Path.cwd()),
                 versions=installed_versions(),
                 driver=DriverRecord.of_this_process(),
-                jobs=jobs_with_this(view.record.jobs, view.run_id),
-                attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
+                jobs=jobs_with_this(layout.record.jobs, layout.run_id),
+                attempts=tuple(_ended(attempt, layout.record.ended_at) for attempt in layout.record.attempts),
             )
-            if view.status == RunStatus.QUEUED and not view.record.attempts:
+            if layout.status == RunStatus.QUEUED and not layout.record.attempts:
                 record = dataclasses.replace(record, started_at=record.resumed_at or "", resumed_at=None)
             write_file(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, owner)
-            writer.last_versions = view.record.versions
-            if layout.is_original and not is_this_host(view.record.driver.host, view.record.driver.boot_id):
+            writer.last_versions = layout.record.versions
+            if layout.is_original and not is_this_host(layout.record.driver.host, layout.record.driver.boot_id):
                 time.sleep(_SETTLE_S)
                 owner.assure()  # no driver on a third host has resumed the run at the same time
             writer._latest.begin_attempt(record.last_metrics)
@@ -488,19 +489,18 @@ def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[R
 
     Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
     """
-    layout = Run(folder)
-    require_own_folder(layout.root)
-    before = Run(layout.root)  # its driver may be on a host whose lock is not seen here
+    require_own_folder(folder)
+    before = Run(folder)  # its driver may be on a host whose lock is not seen here
     driver = expected_driver or before.record.driver
-    if not (before.is_running and layout.is_original) or is_held(layout.lock_file):
-        owner = LockFile(layout.lock_file).take()
+    if not (before.is_running and before.is_original) or is_held(before.lock_file):
+        owner = LockFile(before.lock_file).take()
     else:
         raise RunLocked(
             f"run {before.run_id} is running on another host: {before.record.driver.description} still writes to it; "
             f"wait for it to end, or stop it with ddptrain stop {before.run_id}"
         )
     try:
-        view = Run(layout.root, is_ours=True)
+        view = Run(folder, is_ours=True)
         if view.problem:
             raise UsageError(f"run {view.run_id} can't be resumed: {view.problem}")
         if view.record.driver != driver:
@@ -508,8 +508,8 @@ def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[R
                 f"run {view.run_id} was resumed by {view.record.driver.description} in the meantime; run the command "
                 "again"
             )
-        with results_errors(layout.stop_json):
-            layout.stop_json.unlink(missing_ok=True)  # a request to the previous driver
+        with results_errors(view.stop_json):
+            view.stop_json.unlink(missing_ok=True)  # a request to the previous driver
     except BaseException:
         owner.release()
         raise

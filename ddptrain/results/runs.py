@@ -210,7 +210,7 @@ def fetch_config(url: str) -> Path:
 
 
 def _has_record(folder: Path) -> bool:
-    return not folder.name.startswith(PRUNED) and os.path.isfile(f"{folder}/run.json")
+    return not folder.name.startswith(PRUNED) and (os.path.isfile(f"{folder}/run.json") or is_sweep(folder))
 
 
 def _is_run(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
@@ -343,12 +344,12 @@ class Store(Source):
             contents = dict(zip(paths, pool.map(self.read, paths), strict=True))
         return {path: data for path, data in contents.items() if data is not None}
 
-    def files(self, folder: str = "") -> dict[str, Listed]:
-        """Return every object below a folder, by its path from here."""
+    def files(self, folder: str = "", most: int | None = None) -> dict[str, Listed]:
+        """Return every object below a folder, by its path from here; of more than `most` the first most + 1."""
 
         def listed() -> dict[str, Listed]:
             try:
-                return {item.key: item for item in self.listing(folder)}
+                return {item.key: item for item in islice(self.listing(folder), None if most is None else most + 1)}
             except StoreMissing:  # the folder comes with its first object
                 return {}
 

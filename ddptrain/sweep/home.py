@@ -31,6 +31,7 @@ from ddptrain.storage.store import is_plain, is_url
 BEST = "best.yaml"
 # What may differ when a sweep is resumed: how long it takes, and how many trials run at the same time.
 _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
+_REMOVED = {"sweep.seed": 0, "sweep.seeds": 1}  # fields of 0.1.0, which mean nothing with these values
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ def check_same(folder: Path, resolved: ResolvedConfig) -> None:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; begin a new sweep") from error
     was, now = _compared(before), _compared(resolved.recorded)
+    was = {name: value for name, value in was.items() if _REMOVED.get(name) != value}
     changes = [
         f"\n  {name}: was {_shown(was.get(name))}, is {_shown(now.get(name))}"
         for name in sorted({*was, *now})

@@ -206,3 +206,45 @@ def test_run_of_version_0_1_0_is_listed_shown_exported_and_resumed(project: Proj
     assert "step 6" in done.stdout + done.stderr and "step 5\n" not in done.stdout
     resumed = project.record(run)
     assert (resumed["status"], [each["resumed_from"] for each in resumed["attempts"]]) == ("succeeded", [None, 3, 5])
+
+
+def unpack_runs_of_0_1_0(project: Project) -> None:
+    shutil.unpack_archive(Path(__file__).with_name("runs_of_0_1_0.tar.xz"), project.folder, filter="data")
+
+
+def test_run_that_0_1_0_has_resumed_is_listed_shown_exported_and_resumed_again(
+    project: Project, shared_cluster: str
+) -> None:
+    """Its first part failed at step 3, the second at step 5."""
+    unpack_runs_of_0_1_0(project)
+    run = "old-20250601-120000-0a1b"
+    assert [each["run_id"] for each in json.loads(project("results", "list", "--json", rc=0).stdout)] == [run]
+    shown = project.record(run)
+    assert [each["resumed_from"] for each in shown["attempts"]] == [None, 3] and shown["earlier_s"] > 0
+    assert shown["time_use_s"]["training"] > 0
+    assert "where the time went" in project("results", "show", run, rc=0).stdout
+    project("results", "export", run, "-o", "out", rc=0)
+    assert len((project.folder / "out/metrics.csv").read_text().splitlines()) == 6
+    same = ("--set", "params.fail_at=[5]")
+    done = project("train", "work.yaml", *same, "--resume", run, "--cluster", shared_cluster, rc=0)
+    assert "step 6" in done.stdout + done.stderr
+    resumed = project.record(run)
+    assert (resumed["status"], [each["resumed_from"] for each in resumed["attempts"]]) == ("succeeded", [None, 3, 5])
+    assert sum(resumed["time_use_s"].values()) == pytest.approx(resumed["duration_s"], abs=0.01)
+
+
+def test_sweep_of_0_1_0_is_listed_shown_exported_and_resumed(project: Project, shared_cluster: str) -> None:
+    """It has no run.json. Two of its trials are complete; SIGTERM has ended the third after its first step."""
+    unpack_runs_of_0_1_0(project)
+    sweep = "swept-20250601-130000-0a1b"
+    (listed_sweep,) = json.loads(project("results", "list", "--sweeps", "--json", rc=0).stdout)
+    assert (listed_sweep["sweep_id"], listed_sweep["status"], listed_sweep["best"]["number"]) == (sweep, "preempted", 1)
+    assert sweep in project("results", "list", rc=0).stdout
+    assert "2 complete, 1 interrupted" in project("results", "show", sweep, rc=0).stdout
+    project("results", "export", f"{sweep}/0", f"{sweep}/1", "-o", "out", rc=0)
+    assert len((project.folder / "out/metrics.csv").read_text().splitlines()) == 5
+    done = project("sweep", "sweep.yaml", "--resume", "--cluster", shared_cluster, rc=0)
+    assert "2 trials ended, 1 to continue" in done.stderr
+    (listed_sweep,) = json.loads(project("results", "list", "--sweeps", "--json", rc=0).stdout)
+    assert (listed_sweep["status"], listed_sweep["ended"]) == ("succeeded", 3)
+    assert project.record(f"{sweep}/2")["attempts"][-1]["resumed_from"] == 1

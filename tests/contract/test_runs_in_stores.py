@@ -113,6 +113,25 @@ def test_index_of_many_runs_follows_their_changes(project: Project, bucket: S3St
     assert len(listed()) == 102 and "run-006" not in listed()
 
 
+def test_sweep_is_stopped_where_it_runs_and_neither_it_nor_a_trial_is_deleted_as_a_run(
+    project: Project, bucket: S3Store
+) -> None:
+    sweep = {"format": 1, "sweep_id": "sw", "name": "sw", "source": "", "started_at": "2025-01-01T00:00:00Z"}
+    put(bucket, "sw", 1, kind="sweep", status="running", driver={"pid": 7, "host": "elsewhere", "boot_id": "x"})
+    bucket.put("runs/sw/sweep.json", json.dumps({**sweep, "status": "running"}).encode())
+    trial = {"run_id": "sw-0000", "status": "succeeded", "started_at": "2025-01-01T00:00:00Z"}
+    bucket.put("runs/sw/sw-0000/run.json", json.dumps(trial).encode())
+    claim = {"host": "elsewhere", "pid": 7, "born": 0.0, "token": "t", "time_s": time.time(), "machine": "x"}
+    bucket.put("runs/sw/run.lock", json.dumps(claim).encode())
+    where = ("--runs-dir", RUNS)
+    refused = project("stop", "sw", *where, rc=2)
+    assert "can only be stopped on elsewhere, where its driver is process 7" in refused.stderr
+    bucket.put("runs/sw/run.lock", json.dumps({**claim, "released": True}).encode())
+    assert "only whole runs can be deleted" in project("results", "rm", "sw/0", *where, rc=2).stderr
+    assert "is a sweep" in project("results", "rm", "sw", *where, rc=2).stderr
+    assert len(files(bucket, "sw/")) == 4
+
+
 @pytest.mark.long
 def test_trained_run_is_used_on_a_machine_that_has_no_copy(
     project: Project, shared_cluster: str, bucket: S3Store, monkeypatch: pytest.MonkeyPatch

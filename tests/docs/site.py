@@ -81,7 +81,7 @@ def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
 def on_post_build(config: MkDocsConfig) -> None:
     """Write a Markdown copy of each page, and llms.txt with links to them (https://llmstxt.org)."""
     site = Path(config.site_dir)
-    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
+    lines = [(ROOT / "docs/llms.txt").read_text(encoding="utf-8"), "## Pages", ""]
     for page, (title, text) in _written.items():
         copy = site / page
         copy.parent.mkdir(parents=True, exist_ok=True)

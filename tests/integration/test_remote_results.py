@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -51,11 +52,15 @@ class Machine:
         return self.cli(*args, env=self.env)
 
     def read(self, path: str) -> bytes:
-        """The content of a file of a run in the store; b"" while there is none."""
-        try:
-            return bytes(self.bucket.get(f"some/runs/{path}").bytes())
-        except FileNotFoundError:
-            return b""
+        """The content of a file of a run in the store, with the objects that continue it; b"" while there is none."""
+        found = b""
+        for number in itertools.count():
+            try:
+                name = f"some/runs/{path}.{number:05d}" if number else f"some/runs/{path}"
+                found += bytes(self.bucket.get(name).bytes())
+            except FileNotFoundError:
+                return found
+        raise AssertionError("not reached")
 
     def record(self, run: str) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(self.read(f"{run}/run.json"))

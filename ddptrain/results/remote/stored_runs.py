@@ -42,7 +42,8 @@ _SWEEP = "sweep.json"
 _SMALL = (_RECORD, ANNOTATIONS, f"{RECORDED}/{LINKS}")  # the files that a list needs
 _FOLLOW_EVERY_S = 3.0
 _THREADS = 16
-_FEW = 100  # runs that have no index: to read their records is quick
+_FEW = 100  # runs that have no index
+_FEW_FILES = 3000  # of all runs; a request lists 1,000
 _LARGEST_INDEXED = 64 << 10  # bytes of a record
 _CONTINUED = ("run.json", "sweep.json", "config.yaml", "*.jsonl", "logs/*", f"{INPUTS}/*")
 _log = Log(__name__)
@@ -98,13 +99,12 @@ class StoredRun(Run):
         return self.root / name
 
     def read(self, name: str) -> bytes:
-        """See Run. The files that a list needs are not copied: the other files are not listed for them."""
-        if name not in _SMALL:
+        """See Run. The files of the run are not listed for those that a list of runs needs."""
+        if name not in _SMALL or "files" in self.__dict__:
             return super().read(name)
         if name not in self._small:
-            is_missing = "files" in self.__dict__ and name not in self.files
             try:
-                self._small[name] = None if is_missing else self.store.read(name)
+                self._small[name] = self.store.read(name)
             except TooLarge as error:
                 raise OSError(errno.EFBIG, str(error)) from error
         if (data := self._small[name]) is None:
@@ -220,20 +220,24 @@ class StoredRuns(Runs):
         with suppress(FileNotFoundError):
             run.read(_RECORD)
             return run
-        return None
+        return run if _SWEEP in run.files and MARK not in run.files else None
 
     # --- The list: a store with many runs has an index of those that have ended ---
 
     def list(self, kind: str = "", *, sizes: bool = False) -> list[Run]:
-        """See Runs. From the index, and the records of runs that it lacks; `sizes`: from a listing of all files."""
+        """See Runs. From a listing of all files, if there are few, or `sizes`.
+
+        Otherwise from the index, and the records of runs that it lacks.
+        """
         _private(self.copies)
         index, before = ({}, None) if sizes else self._index()
+        listing = None if index else self._listing(None if sizes else _FEW_FILES)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ddptrain-copies") as pool:
-            if sizes:
+            if listing is not None:
                 found = [
                     StoredRun(self.store.below(name), self.copies / name, files)
-                    for name, files in self._listing().items()
-                    if _RECORD in files
+                    for name, files in listing.items()
+                    if _RECORD in files or (_SWEEP in files and MARK not in files)
                 ]
             else:
                 names = [name for name in self.store.folders() if valid_run_id(name)]
@@ -251,10 +255,13 @@ class StoredRuns(Runs):
         texts = index.get(name)
         return StoredRun(self.store.below(name), self.copies / name, texts=texts) if texts else self.get(name)
 
-    def _listing(self) -> dict[str, dict[str, Listed]]:
-        """Return all files of all runs: name of the run -> path in it -> file."""
+    def _listing(self, most: int | None = None) -> dict[str, dict[str, Listed]] | None:
+        """Return all files of all runs: name of the run -> path in it -> file; None if there are more than `most`."""
         found: dict[str, dict[str, Listed]] = {}
-        for path, file in self.store.files().items():
+        files = self.store.files(most=most)
+        if most is not None and len(files) > most:
+            return None
+        for path, file in files.items():
             name, _, inside = path.partition("/")
             if inside and valid_run_id(name):
                 found.setdefault(name, {})[inside] = file
@@ -346,7 +353,7 @@ class StoredRuns(Runs):
 
     def leftovers(self) -> dict[str, int]:
         """See Runs."""
-        interrupted = {name: files for name, files in sorted(self._listing().items()) if _is_interrupted(files)}
+        interrupted = {name: files for name, files in sorted((self._listing() or {}).items()) if _is_interrupted(files)}
         return {name: sum(file.size_bytes for file in files.values()) for name, files in interrupted.items()}
 
     def finish(self, name: str) -> None:

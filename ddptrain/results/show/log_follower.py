@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 
@@ -21,23 +22,30 @@ def final_text(line: str) -> str:
     return shown
 
 
-def show_logs(view: Run, rank: int | None = None, lines: int | None = None) -> Iterator[str]:
+def show_logs(view: Run, rank: int | None = None, lines: int | None = None, *, as_json: bool = False) -> Iterator[str]:
     """Yield the lines of every rank, or of one; only the last `lines` of each, if given. Several ranks have a prefix.
+
+    as_json: each line is the event `log`, as with --output json.
 
     Raises RunNotFound if the run has no log of that rank.
     """
-    return _logs(lambda: view, rank, lines, lambda run: False, time.sleep)
+    return _logs(lambda: view, rank, lines, lambda run: False, time.sleep, as_json)
 
 
 def follow_logs(
-    view: Run, rank: int | None = None, lines: int | None = None, *, wait: Callable[[float], None] = time.sleep
+    view: Run,
+    rank: int | None = None,
+    lines: int | None = None,
+    *,
+    wait: Callable[[float], None] = time.sleep,
+    as_json: bool = False,
 ) -> Iterator[str]:
     """Like show_logs(), then yield each new line until the run has ended.
 
     Raises RunNotFound if the run has ended and has no log of that rank.
     """
     look = view.follow("logs/rank-*.log" if rank is None else f"logs/rank-{rank}.log")
-    return _logs(look, rank, lines, lambda run: run.goes_on, wait)
+    return _logs(look, rank, lines, lambda run: run.goes_on, wait, as_json)
 
 
 def _logs(
@@ -46,7 +54,13 @@ def _logs(
     lines: int | None,
     goes_on: Callable[[Run], bool],
     wait: Callable[[float], None],
+    as_json: bool,
 ) -> Iterator[str]:
+    def shown(number: int, text: str) -> str:
+        if as_json:
+            return json.dumps({"event": "log", "rank": number, "line": text})
+        return f"[rank {number}] {text}" if prefixed else text
+
     tails: dict[int, LogTail] = {}
     running, prefixed = True, False
     while running:
@@ -61,10 +75,9 @@ def _logs(
                 tails.setdefault(number, LogTail(run.log(number), lines))
         lines = None
         for number, tail in tails.items():
-            prefix = f"[rank {number}] " if prefixed else ""
-            yield from (prefix + text for text in tail.texts())
+            yield from (shown(number, text) for text in tail.texts())
             if not running:
-                yield from (prefix + line.text for line in tail.rest())
+                yield from (shown(number, line.text) for line in tail.rest())
         if running:
             wait(_POLL_S)
     if rank is not None and not tails:

@@ -13,7 +13,7 @@ import pytest
 import typer.main
 import yaml
 
-from ddptrain.cli.main import app
+from ddptrain.cli.main import app, main
 from ddptrain.config.json_schema import config_schema
 from tests.docs.man_page import TARGET, man_page, roff
 from tests.docs.reference import configuration_page
@@ -150,3 +150,18 @@ def test_commands_in_the_docs_exist() -> None:
         if problem := command_problem(words):
             wrong.append(f"{page.relative_to(ROOT)}: ddptrain {text}: {problem}")
     assert wrong == []
+
+
+# --- llms.txt ---
+
+
+def test_commands_of_llms_txt_exist(capfd: pytest.CaptureFixture[str]) -> None:
+    text = Path("docs/llms.txt").read_text(encoding="utf-8")
+    commands = re.findall(r"^    ddptrain (.+?)(?: {2,}.*)?$", text, re.MULTILINE)
+    assert len(commands) > 10
+    for command in commands:
+        words = command.split()
+        names = 2 if words[0] in ("results", "cluster") else 1
+        assert main([*words[:names], "--help", *words[names:]]) == 0, command
+        assert capfd.readouterr().out.startswith(f"Usage: ddptrain {' '.join(words[:names])}")
+    assert main(["results", "list", "--help", "--jsno"]) == 2

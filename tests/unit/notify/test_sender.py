@@ -52,6 +52,26 @@ def test_url_that_cannot_be_used_is_a_warning(
     assert "secret" not in warning
 
 
+def test_secret_at_the_end_of_a_long_title_is_not_sent_in_part() -> None:
+    got: list[bytes] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    message = Message.of("run", "x" * 108 + " my-secret-word and more", "", [])
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (delivery,) = send(message, [f"json://127.0.0.1:{server.server_port}"], secrets=["my-secret-word"])
+        server.shutdown()
+    assert delivery.delivered and b"my-sec" not in got[0] and b"xxx" in got[0]
+
+
 def test_password_is_not_sent_to_the_server_that_the_check_server_redirects_to() -> None:
     got: list[tuple[str, str | None]] = []
 
