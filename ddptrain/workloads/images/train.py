@@ -50,7 +50,9 @@ _MOST_NAMED = 5
 def train(ctx: RankContext, **params: Any) -> None:
     """Train an image classifier on all ranks; `params` are those of ImagesParams."""
     settings = ImagesParams.model_validate(params)
-    images = image_list(ctx)
+    if ctx.inputs is None:
+        raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
+    images = Manifest.read(ctx.inputs)
 
     torch.manual_seed(settings.seed + ctx.rank)  # all ranks get rank 0's weights; each rank has a dropout of its own
     model, config = new_model(ctx, settings, images.classes)
@@ -164,13 +166,6 @@ def validate(
     *totals, count = sums.tolist()
     names = ("val/loss", "val/accuracy", "val/top5")
     return {name: total / count if count else math.nan for name, total in zip(names, totals, strict=True)}
-
-
-def image_list(ctx: RankContext) -> Manifest:
-    """Return the list of images that the driver has made. Raises UsageError if there is none."""
-    if ctx.inputs is None:
-        raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
-    return Manifest.read(ctx.inputs)
 
 
 def make_optimizer(settings: ImagesParams, parameters: Iterable[Tensor]) -> Optimizer:
