@@ -8,7 +8,7 @@ Each module that logs has a `Log`. A message is a constant text; values go into 
     2026-11-22T14:00:01.123Z INFO driver run=toy-1 attempt=1 rank=3 rank ordered worker=tcp://10.0.0.5:40123
 
 The word after the level is the part of ddptrain that logged the record: driver, scheduler, worker, rank-server, ...
-Fields and messages are redacted and sanitized before any handler sees them. The logger has a NullHandler: a program
+A filter redacts and sanitizes fields and messages before any handler sees them. The logger has a NullHandler: a program
 that imports ddptrain sees these records only if it configures logging itself.
 """
 
@@ -21,9 +21,9 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials, hide_known, hide_secrets, is_secret_name
@@ -41,11 +41,12 @@ _logger.addHandler(logging.NullHandler())
 
 
 class Log:
-    """A logger whose records have fields: info(message, **fields). A field with the value None is left out."""
+    """A standard logger whose records have fields: info(message, **fields). One with the value None is left out."""
 
     def __init__(self, name: str) -> None:
         """`name` is the module's name, as in logging.getLogger."""
         self._logger = logging.getLogger(name)
+        self._logger.addFilter(_redacts)
 
     def debug(self, message: str, /, **fields: object) -> None:
         """Log details that help to follow a decision."""
@@ -61,11 +62,10 @@ class Log:
 
     def _write(self, level: int, message: str, fields: Mapping[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            fields = {**_context, **getattr(_thread_context, "fields", {}), **fields}
-            self._logger.log(level, _clean(message), extra={"fields": _clean_fields(fields)}, stacklevel=3)
+            self._logger.log(level, message, extra={"fields": fields}, stacklevel=3)
 
 
-# --- fields of all records of this process ---
+# --- the filter: fields of all records of this process, and what no record may contain ---
 
 _context: dict[str, object] = {}
 _secrets: tuple[str, ...] = ()
@@ -97,6 +97,19 @@ def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> No
         _secrets = tuple(secrets)
 
 
+class RedactingFilter(logging.Filter):
+    """Adds the context to a record, and takes secrets, control characters and long texts out of it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Change the record; always return True."""
+        fields = {**_context, **getattr(_thread_context, "fields", {}), **getattr(record, "fields", {})}
+        record.msg, record.__dict__["fields"] = _clean(record.msg), _clean_fields(fields)
+        return True
+
+
+_redacts = RedactingFilter()
+
+
 def _clean_fields(fields: Mapping[str, object]) -> dict[str, object]:
     return {name: _clean_value(name, value) for name, value in fields.items() if value is not None}
 
@@ -124,22 +137,23 @@ def _cleaned(text: str, secrets: tuple[str, ...]) -> str:
     return sanitized(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
+# --- the formatter ---
+
+
 class LineFormatter(logging.Formatter):
-    """Formats a record as one line; a traceback follows in indented lines."""
+    """Formats a record as one line."""
+
+    converter = time.gmtime  # type: ignore[assignment]  # as in the documentation of logging
+    default_time_format, default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as text, without a newline at the end."""
         fields: Mapping[str, object] = getattr(record, "fields", {})
-        time = datetime.fromtimestamp(record.created, UTC).replace(tzinfo=None).isoformat(timespec="milliseconds")
         part = record.name.removeprefix("ddptrain.").partition(".")[0]
         before = {name: fields[name] for name in _IDENTITY if name in fields}
         after = {name: value for name, value in fields.items() if name not in _IDENTITY}
-        words = [f"{time}Z", record.levelname, part, *_words(before), record.getMessage(), *_words(after)]
-        text = " ".join(words)
-        if record.exc_info:
-            trace = hide_credentials(hide_known(self.formatException(record.exc_info), _secrets))
-            text += "".join(f"\n    {sanitized(line)}" for line in trace.splitlines())
-        return text
+        words = [self.formatTime(record), record.levelname, part, *_words(before), record.getMessage(), *_words(after)]
+        return " ".join(words)
 
 
 def _words(fields: Mapping[str, object]) -> Iterator[str]:

@@ -199,10 +199,9 @@ class Run:
 
     def _stop_target(self) -> StopTarget:
         from ddptrain.driver.control.stop import StopTarget
-        from ddptrain.results.layout import RunLayout
 
         look = {"look_every_s": _STORE_POLL_S} if self._is_stored else {}
-        return StopTarget(RunLayout(self._folder), self._view, **look)
+        return StopTarget(RecordedRun(self._folder), self._view, **look)
 
     def _is_running(self) -> bool:
         from ddptrain.driver.control.stop import is_active

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.main import get_command
 
 from ddptrain.cli import options as opt
-from ddptrain.cli.parser import Commands, RootGroup
+from ddptrain.cli.parser import RootGroup
 from ddptrain.cli.printing import say
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, limit_error, one_line
 from ddptrain.version import __version__
@@ -31,38 +31,36 @@ _BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 class Root(RootGroup):
     """All commands, by what they are for, in the order of the help: where each is, and its line in the list."""
 
-    table = Commands(
-        {
-            "Train": {
-                "train": ("train:train", "Train what a YAML file describes."),
-                "run": ("run:COMMAND", "Run a script that torchrun would run."),
-                "watch": ("running:watch", "Show a run that another shell has started."),
-                "stop": ("running:stop", "End a run that another shell has started."),
-                "ui": ("ui:ui", "Show runs, sweeps and models in a browser."),
-                "results": ("results:app", "List runs; show one, its logs, its curves; delete old ones."),
-            },
-            "Search and use": {
-                "sweep": ("sweep:sweep", "Search for the best values of some fields."),
-                "evaluate": ("trained:evaluate", "Score a run or a model."),
-                "predict": ("trained:predict", "Classify images with a trained run."),
-                "generate": ("trained:generate", "Make new pet names with a trained run."),
-            },
-            "Clusters": {
-                "cluster": ("cluster:app", "Start a cluster that stays up; look at it, end it."),
-                "doctor": ("doctor:doctor", "Check this machine, or all hosts of a cluster."),
-            },
-            "Unattended": {
-                "retrain": ("unattended:retrain", "Train a model again, and use the new version if it is better."),
-                "models": ("models:app", "Versions of trained models: list, promote, roll back."),
-                "schedule": ("unattended:schedules", "Retrain at given times: add, list, check, remove."),
-                "notify": ("unattended:notifications", "Notifications of runs and retrainings: try them."),
-            },
-            "More": {
-                "init": ("init:init", "Write a starting point for code of your own."),
-                "explain": ("explain:explain", "Explain an exit code, or the end of a run."),
-            },
-        }
-    )
+    sections: ClassVar = {
+        "Train": {
+            "train": ("train:train", "Train what a YAML file describes."),
+            "run": ("run:COMMAND", "Run a script that torchrun would run."),
+            "watch": ("running:watch", "Show a run that another shell has started."),
+            "stop": ("running:stop", "End a run that another shell has started."),
+            "ui": ("ui:ui", "Show runs, sweeps and models in a browser."),
+            "results": ("results:app", "List runs; show one, its logs, its curves; delete old ones."),
+        },
+        "Search and use": {
+            "sweep": ("sweep:sweep", "Search for the best values of some fields."),
+            "evaluate": ("trained:evaluate", "Score a run or a model."),
+            "predict": ("trained:predict", "Classify images with a trained run."),
+            "generate": ("trained:generate", "Make new pet names with a trained run."),
+        },
+        "Clusters": {
+            "cluster": ("cluster:app", "Start a cluster that stays up; look at it, end it."),
+            "doctor": ("doctor:doctor", "Check this machine, or all hosts of a cluster."),
+        },
+        "Unattended": {
+            "retrain": ("unattended:retrain", "Train a model again, and use the new version if it is better."),
+            "models": ("models:app", "Versions of trained models: list, promote, roll back."),
+            "schedule": ("unattended:schedules", "Retrain at given times: add, list, remove."),
+            "notify": ("unattended:notifications", "Notifications of runs and retrainings: try them."),
+        },
+        "More": {
+            "init": ("init:init", "Write a starting point for code of your own."),
+            "explain": ("explain:explain", "Explain an exit code, or the end of a run."),
+        },
+    }
 
 
 def _leave_with(code: int | None, **_: Any) -> None:

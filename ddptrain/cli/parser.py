@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from typing import Any, ClassVar
 
 import typer
@@ -50,47 +52,58 @@ class Command(TyperCommand):
 
 
 class Commands(Mapping[str, Any]):
-    """The commands of a group by name; each is imported when it is asked for.
+    """The commands of a group by name. typer reads the signature of each when it is asked for."""
 
-    sections: by title, the name of each command with its place "module:function" in this package, and its line in the
-    list. A function, a CommandInfo or a Typer is at that place.
-    """
-
-    def __init__(self, sections: Mapping[str, Mapping[str, tuple[str, str]]]) -> None:
-        self.sections = sections
-        self._places = {name: place for section in sections.values() for name, (place, _) in section.items()}
-        self._made: dict[str, Any] = {}
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
+        self._makers, self._made = makers, dict[str, Any]()
 
     def __getitem__(self, name: str) -> Any:
-        """Return a command; typer reads its function's signature, which takes a millisecond or two."""
+        """Return a command."""
         if name not in self._made:
-            module, _, attribute = self._places[name].partition(":")
-            found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
-            if isinstance(found, typer.Typer):
-                for info in found.registered_commands:
-                    info.cls = Command if info.cls in (None, TyperCommand) else info.cls
-                group = TyperInfo(found, name=name)
-                self._made[name] = get_group_from_info(
-                    group, pretty_exceptions_short=False, suggest_commands=False, rich_markup_mode=None
-                )
-            else:
-                info = found if isinstance(found, CommandInfo) else CommandInfo(name, cls=Command, callback=found)
-                self._made[name] = get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
+            self._made[name] = self._makers[name]()
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names."""
-        return iter(self._places)
+        return iter(self._makers)
 
     def __len__(self) -> int:
         """Return the number of commands."""
-        return len(self._places)
+        return len(self._makers)
+
+
+def imported(name: str, place: str) -> Any:
+    """Return the command at "module:function" in this package: a function, a CommandInfo or a Typer is there."""
+    module, _, attribute = place.partition(":")
+    found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        return _command(found if isinstance(found, CommandInfo) else CommandInfo(name, callback=found))
+    empty = copy(found)
+    empty.registered_commands = []
+    group = get_group_from_info(
+        TyperInfo(empty, name=name), pretty_exceptions_short=False, suggest_commands=False, rich_markup_mode=None
+    )
+    infos = {info.name or getattr(info.callback, "__name__", ""): info for info in found.registered_commands}
+    makers = {name: partial(_command, info) for name, info in infos.items()}
+    group.commands = Commands(makers)  # type: ignore[assignment]
+    return group
+
+
+def _command(info: CommandInfo) -> Any:
+    info.cls = Command if info.cls in (None, TyperCommand) else info.cls
+    return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
 
 
 class RootGroup(TyperGroup):
     """The group of all commands, in sections; the parser's errors are raised as UsageError."""
 
+    sections: ClassVar[Mapping[str, Mapping[str, tuple[str, str]]]]  # by title and name: the place, and its line
     table: ClassVar[Commands]
+
+    def __init_subclass__(cls) -> None:
+        """Make the table of the commands."""
+        places = {name: place for section in cls.sections.values() for name, (place, _) in section.items()}
+        cls.table = Commands({name: partial(imported, name, place) for name, place in places.items()})
 
     def __init__(self, **settings: Any) -> None:
         """Take the commands of the table."""
@@ -103,7 +116,7 @@ class RootGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands, a section each."""
-        for title, commands in self.table.sections.items():
+        for title, commands in self.sections.items():
             with formatter.section(title):
                 formatter.write_dl([(name, line) for name, (_, line) in commands.items()])
 
@@ -143,6 +156,7 @@ def _common_first(args: list[str]) -> tuple[list[str], list[str]]:
 # Commands and options of earlier versions: a command, a group and a command, or an option.
 _HINTS = {
     "resume": "ddptrain train CONFIG --resume RUN",
+    "torchrun": "ddptrain run",
     "version": "ddptrain --version",
     "schema": "ddptrain init --schema",
     "cluster check": "ddptrain doctor --cluster NAME",
@@ -193,7 +207,10 @@ def _described(error: Any, ctx: Any) -> str:
         return f"{name} is missing: write {ctx.command_path} {' '.join(ctx.command.collect_usage_pieces(ctx))}"
     text = message[:1].lower() + message[1:].rstrip(".").replace("(s)", "")
     field = re.search(r"extra arguments? \((?:params\.)?(\w+=[^ )]*)", text)
-    return f"{text} (did you mean --set params.{shorten(field[1])}?)" if field else text
+    if "extra argument" in text and ctx is not None and any("--set" in each.opts for each in ctx.command.params):
+        hint = f"did you mean --set params.{shorten(field[1])}?" if field else "a field is changed as --set KEY=VALUE"
+        return f"{text} ({hint})"
+    return text
 
 
 def _option_hint(name: str, ctx: Any) -> str:
@@ -221,8 +238,8 @@ def _field(option: str) -> str:
     name = option.lstrip("-").replace("-", "_")
     if "." in name:
         return name
-    found = (key for key in Schema(RunConfig, None).keys() if key.rpartition(".")[2] == name)  # noqa: SIM118
-    return next(found, f"params.{name}")
+    keys = Schema(RunConfig, None).keys()
+    return next((key for key in keys if key.rpartition(".")[2].rstrip("s") == name.rstrip("s")), f"params.{name}")
 
 
 def _command_hint(name: str, ctx: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
+from ddptrain.config.rank_settings import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
@@ -25,7 +26,6 @@ from ddptrain.config.types import (
     slug,
     wrong_field,
 )
-from ddptrain.protocol.rank_spec import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
 
 
 class ScriptWorkload(Strict):

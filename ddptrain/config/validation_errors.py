@@ -172,6 +172,8 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
             return f"did you mean {found[0]}?"
     if len(longer := [dotted((*parent, each)) for each in siblings if each.startswith(f"{name}_")]) > 1:
         return f"did you mean {', '.join(longer[:-1])} or {longer[-1]}?"  # every: every_epochs, every_steps, ...
+    if match is None and not parent and schema.params is None:
+        return f"a parameter of the workload is params.{name}; {did_you_mean(name, siblings)}"
     return f"did you mean {dotted((*parent, match))}?" if match else did_you_mean(name, siblings)
 
 
@@ -180,6 +182,8 @@ def _value_hint(path: PathKey, value: object, types: set[str], choices: Sequence
         return f"as in {slug(value)}" if slug(value) else ""
     if "string_type" in types and isinstance(value, int | float):
         return "write it in quotes"
+    if value is None and path[:1] == ("env",):  # CUDA_VISIBLE_DEVICES: 0,1 in braces is 0, and a key 1
+        return 'write "" for an empty value, or quotes around a value with a comma'
     if not isinstance(value, str):
         return ""
     if choice := nearest(value, choices):

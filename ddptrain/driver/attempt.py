@@ -239,6 +239,7 @@ class Attempt:
             self._on_rank_news(part)
         if news.sample is not None:
             self.recorder.system(news.sample)
+            self._check_verdict()
         if news.leaving:
             place = self.ranks[of_worker[0]].place
             self.outcome.leaving = True
@@ -272,11 +273,12 @@ class Attempt:
             if is_number:
                 numbers = list(group)
                 self._on_event(rank, numbers[-1], len(numbers))
-                self._end_because(rank, self.recorder.rank_numbers(rank, numbers))
+                self.recorder.rank_numbers(rank, numbers)
             else:
                 for event in group:
                     self._on_event(rank, event)
-                    self._end_because(rank, self.recorder.rank_event(rank, event))
+                    self.recorder.rank_event(rank, event)
+            self._check_verdict()
         if error and not self.stopping:
             self._give_up(rank, f"its output could not be read: {error}")
         if ended is not None:
@@ -318,12 +320,14 @@ class Attempt:
         rank.fault = failure_fault.from_failure(rank.spec.rank, failure)
         self._add_fault(rank.fault)
 
-    def _end_because(self, rank: int, reason: str) -> None:
-        """End the attempt if there is a reason: the value of a rank is not finite."""
-        if reason:
-            fault = self.ranks[rank].fault = Fault(rank, FaultKind.NAN, self._time_ns, reason)
+    def _check_verdict(self) -> None:
+        """End the attempt if the recorder says so, as for a value that is not finite: the rank itself would go on."""
+        verdict, self.recorder.verdict = self.recorder.verdict, None
+        if verdict is not None:
+            rank, reason = verdict
+            fault = self.ranks[rank].fault = Fault(rank, FaultKind.GUARD, self._time_ns, reason)
             self._add_fault(fault)
-            self._stop(self.grace_s)  # the rank itself goes on
+            self._stop(self.grace_s)
 
     def _transfer(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
         self.transfers += 1

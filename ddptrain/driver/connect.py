@@ -22,11 +22,11 @@ from distributed.versions import VersionMismatchWarning
 
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
+from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.workers import ClusterNews
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
-from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker.tcp_timeouts import tcp_timeout
 
 _log = Log(__name__)

@@ -26,7 +26,7 @@ class FaultKind(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # the rank could not be started, or a part of ddptrain failed
     RESULTS = "results"  # the run directory or the spool cannot be written
     HANG = "hang"  # no progress in time
-    NAN = "nan"  # a value is NaN or infinite, and failure.nan is stop
+    GUARD = "guard"  # a value is not as the section failure demands, such as NaN with failure.nan: stop
 
 
 _EXIT_CODES = {

@@ -7,9 +7,9 @@ import json
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from ddptrain.config.run_config import CheckpointConfig
+from ddptrain.config.run_config import CheckpointConfig, FailureConfig
 from ddptrain.config.wording import listed, nearest, shorten
 from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.fault import Fault
@@ -33,6 +33,7 @@ _PROGRESS_EVERY_S = 2.0
 _DECIDING = ("ddptrain", "torch", "python")
 _DEFAULT_METRIC = CheckpointConfig().metric
 _NOT_LOGGED = frozenset({"traceback", "rank_time_ns", "run_id"})
+_OF_EACH_RANK = frozenset({"rank_started", "entered", "finished", "rank_ended"})  # its worker has logged its start, end
 _log = Log(__name__)
 _NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` sends the key to that server
 
@@ -46,13 +47,14 @@ class Recorder:
         observers: Sequence[RunObserver] = (),
         metric: str | None = None,
         activity: str = "training",
-        nan: Literal["warn", "stop", "ignore"] = "warn",
+        failure: FailureConfig | None = None,
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does.
 
-        `activity`: the status of a running attempt. `nan`: see failure.nan.
+        `activity`: the status of a running attempt. `failure`: when to end the run; by default as the configuration.
         """
-        self.nan = nan
+        self.verdict: tuple[int, str] | None = None  # a rank, and the reason why the run must end
+        self._failure = failure or FailureConfig()
         self._observers = observers
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
@@ -68,8 +70,9 @@ class Recorder:
     def event(self, kind: str, /, **fields: Any) -> None:
         """Write a line of events.jsonl, and pass it on."""
         self._pass(self.writer.event({"event": kind, "time_s": round(time.time(), 3), **fields}))
-        logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
-        _log.info(kind.replace("_", " "), **logged)
+        if kind not in _OF_EACH_RANK:
+            logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
+            _log.info(kind.replace("_", " "), **logged)
 
     def _pass(self, event: Mapping[str, Any]) -> None:
         for observer in self._observers:
@@ -124,11 +127,8 @@ class Recorder:
         """Write the buffered metrics into the run directory."""
         self.writer.flush()
 
-    def rank_numbers(self, rank: int, numbers: Sequence[events.Event]) -> str:
-        """Show and record metrics, or progress, that a rank sent in a row; metrics are written with flush().
-
-        Return why the run must end, or "".
-        """
+    def rank_numbers(self, rank: int, numbers: Sequence[events.Event]) -> None:
+        """Show and record metrics, or progress, that a rank sent in a row; metrics are written with flush()."""
         metrics = [event for event in numbers if isinstance(event, events.Metrics)]
         if metrics:
             self.writer.add_metrics(metrics, rank)
@@ -137,7 +137,8 @@ class Recorder:
         self._pass({"event": "numbers", "rank": rank, "numbers": numbers})
         if progress := [event for event in numbers if isinstance(event, events.Progress)]:
             self._progress(rank, progress[-1])
-        return next((reason for event in numbers if (reason := self._not_finite(rank, event))), "")
+        for each in metrics:
+            self._check_finite(rank, each)
 
     def _progress(self, rank: int, event: events.Progress) -> None:
         self._paces.setdefault(rank, Pace()).update(event)
@@ -151,8 +152,8 @@ class Recorder:
         )
         self.writer.set_progress(record)
 
-    def rank_event(self, rank: int, event: events.Event) -> str:
-        """Show and record an event that a rank sent, as its class says. Return why the run must end, or ""."""
+    def rank_event(self, rank: int, event: events.Event) -> None:
+        """Show and record an event that a rank sent, as its class says."""
         if event.recorded:
             self.event(event.kind, rank=rank, **_fields(event))
         text, level = event.shown()
@@ -165,6 +166,7 @@ class Recorder:
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
                 self._pass({"event": "numbers", "rank": rank, "numbers": [event]})
                 self._check_metric(event)
+                self._check_finite(rank, events.Metrics(event.time_ns, event.metrics, event.step, event.epoch))
             case events.Returned():
                 self._returned(rank, event)
             case events.Epochs(total=total) if rank == 0:
@@ -176,7 +178,6 @@ class Recorder:
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
             case events.TrackerFailed():
                 self.event("tracker_failed", rank=rank, **_fields(event))
-        return self._not_finite(rank, event)
 
     def _check_metric(self, saved: events.CheckpointSaved) -> None:
         """Warn once if a checkpoint lacks the metric that decides which one is best."""
@@ -186,26 +187,20 @@ class Recorder:
         if problem or self._metric in saved.metrics:
             self._metric = None
 
-    def _not_finite(self, rank: int, event: events.Event) -> str:
-        """Record and show the first value of an attempt that is not finite. Return why the run must end, or ""."""
-        match event:
-            case events.Metrics(values=values, step=step, epoch=epoch):
-                pass
-            case events.CheckpointSaved(metrics=values, step=step, epoch=epoch):
-                pass
-            case _:
-                return ""
-        if not self._is_finite or self.nan == "ignore" or all(map(math.isfinite, values.values())):
-            return ""
+    def _check_finite(self, rank: int, logged: events.Metrics) -> None:
+        """Record and show the first value of an attempt that is not finite; the run ends if failure.nan says so."""
+        nan, values = self._failure.nan, logged.values
+        if not self._is_finite or nan == "ignore" or all(map(math.isfinite, values.values())):
+            return
         self._is_finite = False
         name, value = next((name, value) for name, value in values.items() if not math.isfinite(value))
-        found = NotFiniteRecord(rank, shorten(name), str(value), step, epoch)
+        found = NotFiniteRecord(rank, shorten(name), str(value), logged.step, logged.epoch)
         self.writer.update(not_finite=found)
         self.event("not_finite", **dataclasses.asdict(found))
-        if self.nan == "stop":
-            return f"{found.description} (failure.nan is stop)"
-        self.warn(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)")
-        return ""
+        if nan == "stop":
+            self.verdict = rank, f"{found.description} (failure.nan is stop)"
+        else:
+            self.warn(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)")
 
     def _returned(self, rank: int, event: events.Returned) -> None:
         if rank != 0 or len(event.value) > _MOST_RETURNED:
@@ -250,7 +245,7 @@ class Recorder:
 
     def attempt_over(self) -> None:
         """Prepare for another attempt."""
-        self._failed, self._shown, self._is_finite = False, None, True
+        self._failed, self._shown, self._is_finite, self.verdict = False, None, True, None
         self._paces.clear()
         self.writer.set_progress(None)
 

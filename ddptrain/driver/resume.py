@@ -13,12 +13,10 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.protocol.rank_spec import PARAM, same_model
 from ddptrain.results import ownership
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, RunStatus, root_cause
 from ddptrain.results.runs import Runs
 from ddptrain.results.secure_files import read_bytes
-from ddptrain.results.tracker_records import run_argument
 
 AUTO = "auto"
 _COMPARED = ("workload", "params")
@@ -108,8 +106,7 @@ def _require_ended(view: Run) -> None:
         # run.json may still name the previous driver, because a driver takes the lock first.
         who = ownership.holder(view.lock_file) or view.record.driver.description
         raise RunLocked(
-            f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
-            f"ddptrain stop {run_argument(view)}"
+            f"run {view.run_id} is running: {who}; wait for it to end, or stop it with ddptrain stop {view.argument}"
         )
 
 
@@ -123,7 +120,7 @@ def _how_it_ended(view: Run) -> str:
     return f"{words.get(RunStatus(view.status), 'failed') if view.status in set(RunStatus) else view.status}{why}"
 
 
-def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
+def _changes(layout: Run, resolved: ResolvedConfig) -> Iterator[str]:
     """Yield changes of workload and params, as "params.epochs 20 (now 30)". Secrets are not compared."""
     try:
         before = load_data(read_bytes(layout.config_yaml), str(layout.config_yaml))

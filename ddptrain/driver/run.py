@@ -51,7 +51,7 @@ from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
+from ddptrain.results.layout import check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run import Run as RecordedRun
 from ddptrain.results.run_record import RunStatus, utc_now
@@ -136,7 +136,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         return Run(resolved, options, choice, machine, writer, inputs, inbox, signals).run()
 
 
-def _opened(options: LaunchOptions, layout: RunLayout, reason: str, *, done: bool) -> None:
+def _opened(options: LaunchOptions, layout: RecordedRun, reason: str, *, done: bool) -> None:
     """Send the observers the first event: the directory of the run exists; `done`: the run has already succeeded."""
     where = {"run_id": layout.root.name, "run_dir": layout.where, "folder": str(layout.root)}
     for observer in options.observers:
@@ -197,9 +197,10 @@ class Run:
             self.observers.insert(0, display)
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
-        self.nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        score = {"nan": "ignore"}  # which may be NaN
+        self.failure = self.config.failure if is_training else self.config.failure.model_copy(update=score)
         activity = "training" if is_training else "evaluating"
-        self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.nan)
+        self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.failure)
         self.cluster: Cluster = (
             cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show)
             if shared is None
@@ -286,7 +287,9 @@ class Run:
         from ddptrain.driver.rank_specs import RankSpecs
 
         settings = self.config.checkpoint
-        policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=self.nan == "ignore")
+        policy = CheckpointPolicy(
+            settings.keep, settings.metric, settings.mode, ignore_nan=self.failure.nan == "ignore"
+        )
         tracking = TrackingSetup(self.resolved, self.writer, os.environ, self.recorder.notice)
         specs = RankSpecs(
             self.resolved,
@@ -429,6 +432,7 @@ class Run:
         ranks = tuple(rank.record() for rank in end.ranks)
         failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure else None
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
+        self.recorder.event("attempt_ended", attempt=last.attempt, status=ended.outcome)
         self.writer.update(attempts=(*others, ended))
 
     # --- the end ---

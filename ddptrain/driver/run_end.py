@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ddptrain.config.run_config import FailureConfig
     from ddptrain.driver.fault import Fault
     from ddptrain.driver.ranks import AttemptEnd, Rank
-    from ddptrain.results.layout import RunLayout
+    from ddptrain.results.run import Run
     from ddptrain.results.run_writer import RunWriter
 
 
@@ -90,7 +90,7 @@ def describe_fault(fault: Fault, ranks: Sequence[Rank]) -> str:
     return f"rank {fault.rank} on {ranks[fault.rank].record().host} {what}: {fault.line}{_others(ranks, fault.rank)}"
 
 
-def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout, cause: str) -> RunEnd:
+def _failed(end: AttemptEnd, fault: Fault, layout: Run, cause: str) -> RunEnd:
     log = layout.shown_path(layout.log(fault.rank))
     failure = fault.record(end.ranks[fault.rank].record().host, log, cause)
     return RunEnd(RunStatus.FAILED, fault.exit_code, failure, f"; log: {log}")

@@ -24,6 +24,7 @@ from distributed import Client, Future
 from distributed.comm.core import CommClosedError
 
 from ddptrain.clusters.scheduler import slots
+from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
@@ -32,7 +33,7 @@ from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.news import NewsError, decode
-from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
 
@@ -44,7 +45,7 @@ _AGAIN_S = 0.5  # between a request that did not reach a worker and the next try
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
 _POLL_S = 0.2
-_CALLS = 8  # at a time: each is a connection of its own to the scheduler
+_SPECS_PER_CALL = 128  # unless a worker alone has more: some 10 kB
 _log = Log(__name__)
 _worker_log = Log("ddptrain.worker")  # what workers have decided
 _LARGEST_GRAPH = "1 GiB"  # Dask advises against 10 MB, which are the specs of some thousand ranks
@@ -231,22 +232,28 @@ class Workers:
         send(self.client, self._give(by_worker))
 
     async def _give(self, by_worker: Mapping[str, Sequence[RankSpec]]) -> None:
-        slots_of_call = asyncio.Semaphore(_CALLS)
+        calls: list[dict[str, Sequence[RankSpec]]] = []  # several workers in one, which get the specs of all of them
+        for worker, specs in by_worker.items():
+            if not calls or sum(map(len, calls[-1].values())) + len(specs) > _SPECS_PER_CALL:
+                calls.append({})
+            calls[-1][worker] = specs
 
-        async def give(worker: str, specs: Sequence[RankSpec]) -> None:
-            texts = json.dumps({spec.rank: spec.to_json() for spec in specs})
-            data = zlib.compress(texts.encode(), level=1)  # specs are much alike
+        async def give(call: Mapping[str, Sequence[RankSpec]]) -> None:
+            specs = [spec for of_worker in call.values() for spec in of_worker]
+            data = zlib.compress(json.dumps({spec.rank: spec.to_json() for spec in specs}).encode(), level=1)
+            run = partial(self.client.run, workers=list(call), on_error="return", asynchronous=True)
             try:
-                async with slots_of_call:
-                    arguments = self.run_id, specs[0].attempt, data
-                    await self.client.run(driver_calls.give_specs, *arguments, workers=[worker], asynchronous=True)
-            except Exception as error:  # of the worker, or of the connection to it
+                answers = await run(driver_calls.give_specs, self.run_id, specs[0].attempt, data)
+            except Exception as error:  # Dask raises any type if the scheduler has ended
+                answers = dict.fromkeys(call, error)
+            if failed := {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}:
                 await asyncio.sleep(_LOSS_S)
-                text = f"its worker {worker} did not take its spec: {one_line(error)}"
-                for spec in specs if self.has(worker) else ():  # a lost worker has a message of its own
+            for worker, raised in failed.items():
+                text = f"its worker {worker} did not take its spec: {one_line(raised)}"
+                for spec in call[worker] if self.has(worker) else ():  # a lost worker has a message of its own
                     self.inbox.put(TaskFailed(spec.attempt, spec.rank, text))
 
-        await asyncio.gather(*(give(worker, group) for worker, group in by_worker.items()))
+        await asyncio.gather(*map(give, calls))
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
         """Start these ranks in their slots, by one Dask task for each worker, all of them in one message.
@@ -334,7 +341,7 @@ class Workers:
         try:
             if not self.has(worker):
                 raise ConnectionError("it is lost")
-            return self._answered(worker, driver_calls.read_spool, self.run_id, str(path), offset, size_bytes)
+            return self._answered(worker, driver_calls.read_spool, str(path), offset, size_bytes)
         except Exception as error:  # a worker's own exception arrives as it was raised there
             deadline = time.monotonic() + _LOSS_S
             while self.has(worker) and time.monotonic() < deadline:  # the message that it is lost is sent later

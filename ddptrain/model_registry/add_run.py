@@ -18,7 +18,7 @@ from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
 from ddptrain.results.checkpoints.consolidation import consolidate
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import BEST, LATEST, RunLayout
+from ddptrain.results.layout import BEST, LATEST
 from ddptrain.results.recorded_config import is_own_record, of_the_model, parsed_config
 from ddptrain.results.run import MODEL, Run
 from ddptrain.results.secure_files import read_bytes
@@ -44,9 +44,8 @@ def add_run(registry: ModelRegistry, model: str, view: Run, which: str = BEST, *
         raise UsageError(f"cannot add {folder} to model {model}: {error}; choose another with --checkpoint") from error
     pointer = f"{folder.name}\n".encode()
     sources: dict[str, Path | bytes] = {f"checkpoints/{BEST}": pointer, f"checkpoints/{LATEST}": pointer}
-    layout = view
-    small = [name for name in layout.artifacts() if name.endswith(".json") and is_plain(name)]
-    sources |= _existing(layout, *(layout.artifacts_dir / name for name in small), layout.inputs_dir / LISTING)
+    small = [name for name in view.artifacts() if name.endswith(".json") and is_plain(name)]
+    sources |= _existing(view, *(view.artifacts_dir / name for name in small), view.inputs_dir / LISTING)
     run = view.record
     record = VersionRecord(
         model=model,
@@ -79,7 +78,7 @@ def _whole(checkpoint: Path, names: tuple[str, ...]) -> Iterator[tuple[Path, tup
         yield made.folder, made.files
 
 
-def _existing(layout: RunLayout, *others: Path) -> dict[str, Path | bytes]:
+def _existing(layout: Run, *others: Path) -> dict[str, Path | bytes]:
     """Return the records of the run, and other files of it, by their paths in the run directory.
 
     The version is a folder of this user: of another user's configuration it gets the part that evaluate may use.

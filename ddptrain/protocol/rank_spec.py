@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from ddptrain.config.rank_settings import StepProfile, TrackerSpec
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.version import __version__
@@ -19,7 +20,6 @@ from ddptrain.version import __version__
 if TYPE_CHECKING:
     from ddptrain.config.run_config import RunConfig
 
-LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
 SLOT_RESOURCE = "slot"  # a Dask resource: room for one rank on a worker
 WORKER_METRIC = "ddptrain"  # the metric that our own workers send with each heartbeat
@@ -31,7 +31,6 @@ STACKS_DUMP = "stacks-dump"
 STACKS_END = "collective operations: "
 ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
 STACKS_FOLDER = "stacks"  # below artifacts/
-MAX_PROFILED_STEPS = 100  # the trace of more steps is too large for memory and for viewers
 PARAM = "weights"  # a parameter of the built-in workloads
 PREFIX = "model:"  # the prefix of the parameter's value: model:dogs@champion
 FILE = "weights.safetensors"
@@ -114,48 +113,6 @@ class Code:
     def is_script(self) -> bool:
         """Whether the rank is a program of its own, not a function."""
         return bool(self.script or self.module)
-
-
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """The steps `first` to `last`, counted from 1, that torch.profiler records on `ranks`; () is every rank."""
-
-    first: int
-    last: int
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def problem(self) -> tuple[str, str] | None:
-        """What is wrong with the steps, and what to do; None if they are possible."""
-        if self.first < 1:
-            return f"the first step is {self.first}", "steps count from 1"
-        if self.last < self.first:
-            return f"the first step is {self.first}, the last {self.last}", "write the lower one first"
-        if (count := self.last - self.first + 1) > MAX_PROFILED_STEPS:
-            return f"are {count} steps, of which the trace is too large", f"choose at most {MAX_PROFILED_STEPS} steps"
-        return None
-
-    @property
-    def speaker(self) -> int:
-        """The rank that reports the profile to the user."""
-        return min(self.ranks, default=0)
-
-    def includes(self, rank: int) -> bool:
-        """Return whether the profile includes a rank."""
-        return not self.ranks or rank in self.ranks
-
-    def __str__(self) -> str:
-        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerSpec:
-    """A tracker of a rank; `from_driver`: settings that the driver adds (for W&B the run's id, the mode, ...)."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    finish_timeout_s: float = 30.0
-    from_driver: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,9 @@ def number(name: object, value: Any) -> float:
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return all values as Python numbers. Raises TypeError."""
+    if not isinstance(values, Mapping):
+        text = f"{shorten(repr(values), 300)} ({type(values).__name__})"
+        raise TypeError(f"ctx.log and metrics take names with numbers, as {{'loss': 0.5}}, not {text}")
     return {str(name): number(name, value) for name, value in values.items()}
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from ddptrain.config.rank_settings import StepProfile
 from ddptrain.errors import one_line
-from ddptrain.protocol.rank_spec import RankSpec, StepProfile
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.output import ArtifactFiles, Emitter
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from ddptrain.redact import hide_credentials
 from ddptrain.reports.curves import Array, read_lines
 from ddptrain.reports.facts import RunReport
 from ddptrain.results.run import Run
-from ddptrain.results.tracker_records import run_argument, tracker_outputs
 from ddptrain.text_tables import clean, clean_line, duration
 
 COMMENT_CHARACTERS = 65_536  # the longest comment that GitHub takes
@@ -80,7 +79,7 @@ def _blocks(report: RunReport, environ: Mapping[str, str]) -> Iterator[str]:
         about += [duration(view.duration_s)]
         if record.git is not None:
             about += [f"commit {code(record.git.commit[:12])}{' with changes' if record.git.dirty else ''}"]
-        urls = dict.fromkeys(found["url"] for found in tracker_outputs(view, record).values() if "url" in found)
+        urls = dict.fromkeys(found["url"] for found in view.trackers().values() if "url" in found)
         links += [link("W&B run" if at == 1 else f"W&B run {at}", url) for at, url in enumerate(urls, start=1)]
         links += [f"run directory {code(view.where)}"]
         notes += [f"tags {' '.join(map(code, marks.tags))}"] if marks.tags else []
@@ -124,7 +123,7 @@ def _content(report: RunReport) -> Iterator[str]:
         ]
         yield table(("", "stage", "time", ""), rows)
     if view is not None:
-        yield f"Look further with `ddptrain results show {run_argument(view)}`"
+        yield f"Look further with `ddptrain results show {view.argument}`"
 
 
 def _scores(record: RetrainRecord) -> str:

@@ -43,7 +43,6 @@ from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.show.render import size
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
 from ddptrain.results.time_use import time_use_of
-from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
 from ddptrain.version import __version__
 
@@ -110,7 +109,7 @@ def _details(card: RunCard) -> dict[str, Any]:
     traceback = failure.traceback.rstrip() if failure is not None else ""
     first = failure.rank if failure is not None else None
     logs = sorted(view.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_LOGS]
-    trackers = [(name, one.get("url", "")) for name, one in tracker_outputs(view, record).items()]
+    trackers = [(name, one.get("url", "")) for name, one in view.trackers().items()]
     variables = sorted(record.rank_environment.items())[:_MOST_ROWS]
     hosts = sorted({rank.host for attempt in record.attempts for rank in attempt.ranks if rank.host})
     git, code = record.git, record.code

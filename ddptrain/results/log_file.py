@@ -6,13 +6,13 @@ import logging
 import os
 import platform
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from ddptrain import file_ops, log
-from ddptrain.results.errors import ResultsError
+from ddptrain import log
 from ddptrain.results.secure_files import open_to_append
 from ddptrain.version import __version__
 
@@ -48,50 +48,33 @@ def driver_log(path: Path, run_id: str, secrets: Iterable[str], *, only_own: boo
         log.set_context(run=None, attempt=None, secrets=())
 
 
-class LogFile(logging.Handler):
+class LogFile(RotatingFileHandler):
     """Appends records to a file of a run directory. Once a write has failed (a full disk), it writes nothing more."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Open the file; a missing file is created. Raises ResultsError."""
-        super().__init__()
-        self._path, self._max_bytes = path, max_bytes
-        self._descriptor = open_to_append(path)
-        self._size = os.fstat(self._descriptor).st_size
-        self._mutex = threading.Lock()
-        if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
-            self._append(b"\n")  # a driver that was killed has left an incomplete line
+        super().__init__(path, maxBytes=max_bytes, backupCount=1)
+        if size := path.stat().st_size:
+            with path.open("rb") as file:
+                file.seek(size - 1)
+                is_torn = file.read() != b"\n"  # a driver that was killed has left an incomplete line
+            if is_torn and self.stream is not None:
+                self.stream.write("\n")
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = open_to_append(Path(self.baseFilename))  # a link is not followed
+        return open(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  # logging's name
+        """Return whether the file is large enough."""
+        return self.stream is not None and os.fstat(self.stream.fileno()).st_size >= self.maxBytes
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append the record; an error ends the log, not the run."""
-        with self._mutex:
-            if self._descriptor < 0:
-                return
-            try:
-                data = f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
-                if self._size and self._size + len(data) > self._max_bytes:
-                    self._rotate()
-                self._append(data)
-            except (OSError, ResultsError, ValueError):
-                self._close_file()
+        """Append the record."""
+        if self.stream is not None:
+            super().emit(record)
 
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-        with self._mutex:
-            self._close_file()
-        super().close()
-
-    def _append(self, data: bytes) -> None:
-        file_ops.write_all(self._descriptor, data)
-        self._size += len(data)
-
-    def _rotate(self) -> None:
-        self._close_file()
-        file_ops.publish(self._path, self._path.with_name(f"{self._path.name}.1"))  # a link is renamed, never followed
-        self._descriptor = open_to_append(self._path)
-        self._size = os.fstat(self._descriptor).st_size
-
-    def _close_file(self) -> None:
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        """End the log, not the run."""
         with suppress(OSError):
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-        self._descriptor = -1
+            self.close()

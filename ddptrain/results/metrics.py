@@ -1,7 +1,9 @@
 """Reads metrics.jsonl and events.jsonl while they grow. Incomplete and damaged lines are skipped.
 
-A resumed run repeats the steps after its checkpoint, so metrics.jsonl may have several values of a step. The value of
-the last attempt counts; see drop_replaced().
+A run that is started again repeats steps, so metrics.jsonl may have several values of a step. The file itself says
+which one counts: an attempt goes on where its first line says, which has the step of its checkpoint and no values, if
+it has one. What earlier attempts logged after it does not count; of two values of a step that of the later attempt
+does. See drop_replaced().
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class LineReader:
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """`last_bytes`: if the file is larger, only its end is read."""
         self._path = path
-        self._offset = 0
+        self._offset = 0  # of the next line
         self._last_bytes = last_bytes
 
     def lines(self) -> list[bytes]:
@@ -72,8 +74,9 @@ class LineReader:
                 size = file.seek(0, 2)
                 if size < self._offset:
                     self._offset = 0  # the file was replaced
-                if self._offset == 0 and self._last_bytes is not None:
-                    self._offset = max(0, size - self._last_bytes)  # may cut a line in two: that line is skipped
+                if self._offset == 0 and self._last_bytes is not None and size > self._last_bytes:
+                    file.seek(size - self._last_bytes - 1)
+                    self._offset = size - self._last_bytes - 1 + len(file.readline())  # whole lines alone
                 file.seek(self._offset)
                 data = file.read()
         complete = data[: data.rfind(b"\n") + 1]

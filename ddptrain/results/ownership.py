@@ -1,5 +1,7 @@
 """Which process works on a run: a lock for this host; for others the time of the lock file, which its owner touches.
 
+Runs of object stores have a lease in the place of the lock file: see remote/lease.py.
+
 Both times that are compared, that of the lock file and that of a file that is created now, are those of the file
 system: the clocks of hosts do not matter.
 """
@@ -8,10 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +24,6 @@ from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.host_identity import is_this_host
 from ddptrain.log import Log
 from ddptrain.results.errors import ResultsError, results_errors
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run_record import DriverRecord
 
 BEAT_EVERY_S = 2.0
@@ -62,34 +63,102 @@ def is_held(path: Path) -> bool | None:
         os.close(descriptor)
 
 
-def is_alive(layout: RunLayout, driver: DriverRecord) -> bool:
+def is_alive(lock_file: Path, driver: DriverRecord) -> bool:
     """Return whether the driver of a run whose run.json says `running` is alive.
 
     A held lock decides, and so does a free lock if the driver was started on this host. Otherwise the age of the lock
     file decides.
     """
-    held = is_held(layout.lock_file)
+    held = is_held(lock_file)
     if held or (held is False and is_this_host(driver.host, driver.boot_id)):
         return bool(held)
     try:
-        touched = layout.lock_file.lstat().st_mtime
+        touched = lock_file.lstat().st_mtime
     except OSError:
         return False
-    return file_ops.time_in(layout.root) - touched <= SILENT_AFTER_S
+    return file_ops.time_in(lock_file.parent) - touched <= SILENT_AFTER_S
 
 
-class Owner:
-    """This driver's hold on a run; release() or the end of the process gives it up. See remote/lease.py for stores."""
+class Owner(ABC):
+    """This process's hold on a run or on another folder; release() or the end of the process gives it up.
+
+    A folder of this machine has a LockFile, a folder of an object store a Lease (remote/lease.py).
+    """
+
+    every_s: float  # how often it is renewed
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lost: Callable[[DdptrainError], None] = lambda error: None
+
+    @abstractmethod
+    def take(self) -> Self:
+        """Become the owner; return this object.
+
+        Raises RunLocked if another process is it; ResultsError, StoreError; UsageError for a place without locks.
+        """
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Show others that this process works. Raises RunLocked if another one has taken over; as take()."""
+
+    def assure(self) -> None:
+        """Check that no other process can be the owner now. Raises as renew()."""
+        self.renew()
+
+    @abstractmethod
+    def holder(self) -> str:
+        """Return who took it last, as "process 12 on host"; "" if that is not known."""
+
+    def keep(self, lost: Callable[[DdptrainError], None] = lambda error: None) -> None:
+        """Renew it in a thread until release(). `lost` is called once if another process has taken over."""
+        self._lost = lost
+        self._thread = threading.Thread(target=self._run, name="ddptrain-owner", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give it up; releasing twice is harmless."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self.take()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _run(self) -> None:
+        pause_s = self.every_s
+        while not self._stopped.wait(pause_s):
+            try:
+                self.renew()
+                pause_s = self.every_s
+            except RunLocked as error:
+                self._lose(error)
+            except DdptrainError:  # the file system or the store may answer again
+                pause_s = min(self.every_s, max(BEAT_EVERY_S, self.every_s / 10))
+
+    def _lose(self, error: DdptrainError) -> None:
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._lost(error)
+
+
+class LockFile(Owner):
+    """A lock of the file system, and the time of its file, which the owner touches."""
+
+    every_s = BEAT_EVERY_S
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
         self._descriptor = -1
         self._text = b""
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def take(self) -> Self:
-        """Take the lock; return this object. Raises RunLocked; ResultsError, also for a file system without locks."""
+        """See Owner."""
         with results_errors(self._path):  # other users can't open it to hold its lock
             self._descriptor = file_ops.open_regular(self._path, file_ops.CREATE, 0o600)
         name = self._path.parent.name
@@ -97,12 +166,12 @@ class Owner:
             deadline = time.monotonic() + _PATIENCE_S
             while not self._try_lock():
                 if time.monotonic() >= deadline:
-                    who = holder(self._path) or "another process"
+                    who = self.holder() or "another process"
                     raise RunLocked(f"run {name} is held by {who}; wait for it, or choose another --run-id")
                 time.sleep(_PAUSE_S)
             if not file_ops.is_at(self._path, self._descriptor):
                 raise RunLocked(f"run {name} was deleted by another process; run the command again")
-            self._text = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n".encode()
+            self._text = f"process {os.getpid()} on {socket.gethostname()}\n{os.urandom(8).hex()}\n".encode()
             with results_errors(self._path):
                 os.ftruncate(self._descriptor, 0)
                 file_ops.write_all(self._descriptor, self._text)
@@ -120,35 +189,22 @@ class Owner:
                 f"cannot lock {self._path}: {error.strerror}; use a folder on a file system with locks"
             ) from error
 
-    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Touch the file in a thread until release(). `lost` is called once if another driver has taken the run."""
-        self._thread = threading.Thread(target=self._run, args=(lost,), name="ddptrain-owner", daemon=True)
-        self._thread.start()
-
-    def assure(self) -> None:
-        """Touch the file. Raises RunLocked if another driver has the run now: not all file systems show its lock."""
+    def renew(self) -> None:
+        """See Owner: not all file systems show the lock of another host."""
         with results_errors(self._path):
             content = os.pread(self._descriptor, _LONGEST_BYTES, 0)
             if content != self._text or not file_ops.is_at(self._path, self._descriptor):
-                who = holder(self._path) or "another process"
+                who = self.holder() or "another process"
                 raise RunLocked(f"run {self._path.parent.name} has been taken over by {who}")
             os.utime(self._descriptor)
 
+    def holder(self) -> str:
+        """See Owner."""
+        return holder(self._path)
+
     def release(self) -> None:
-        """Give the run up; releasing twice is harmless."""
-        self._stopped.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        """See Owner."""
+        super().release()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _run(self, lost: Callable[[DdptrainError], None]) -> None:
-        while not self._stopped.wait(BEAT_EVERY_S):
-            try:
-                self.assure()
-            except RunLocked as error:
-                lost(error)
-                return
-            except ResultsError:
-                continue  # the file system may answer again

@@ -5,25 +5,40 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, cached_property
-from pathlib import Path
-from typing import Any, Self
-
-from pydantic import TypeAdapter
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import RunNotFound
 from ddptrain.results import ownership
 from ddptrain.results.annotations import FILE, Annotations
-from ddptrain.results.layout import LATEST, MANIFEST, RunLayout, checkpoint_folders, files_below, step_of, valid_run_id
-from ddptrain.results.run_record import SWEEP, FailureRecord, RecordError, RunRecord, RunStatus, text_of_time
-from ddptrain.results.secure_files import is_own_folder
-from ddptrain.results.tracker_records import tracker_outputs
+from ddptrain.results.errors import UnsafePath
+from ddptrain.results.layout import (
+    ARTIFACTS,
+    INCOMING,
+    INPUTS,
+    LATEST,
+    MANIFEST,
+    RECORDED,
+    TRACKING,
+    WANDB,
+    checkpoint_folders,
+    files_below,
+    origin_of,
+    step_of,
+    valid_run_id,
+)
+from ddptrain.results.run_record import SWEEP, FailureRecord, RecordError, RunRecord, RunStatus, text_of_time, validator
+from ddptrain.results.secure_files import is_own_folder, read_bytes
+
+if TYPE_CHECKING:
+    from ddptrain.tracking.wandb_files import RunPart
 
 DRIVER_GONE = "the driver has ended without a result (killed?)"
 MODEL = (
@@ -33,6 +48,9 @@ MODEL = (
     "inputs/*.json",
 )  # what commands read of a run besides its checkpoint
 _LOOK_EVERY_S = 0.5
+_RUNS = "runs"  # the default folder of runs
+_LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
+_NUMBER = re.compile(r"(\d+)")
 _ID_TIME = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 
 
@@ -45,7 +63,17 @@ class _Head:
     started_at: str = ""
 
 
-class Run(RunLayout):
+class _Below:
+    """A descriptor: the path of a file or folder below `root`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: Run, owner: type[Run]) -> Path:
+        return run.file(self._name)
+
+
+class Run:
     """A run of a folder of this machine. Its record is read when it is needed, once: another look is another Run.
 
     record: of a run that this process writes; by default that of run.json. is_ours: this process holds the lock, so no
@@ -53,14 +81,92 @@ class Run(RunLayout):
     """
 
     def __init__(self, root: Path, record: RunRecord | None = None, *, is_ours: bool = False) -> None:
-        super().__init__(root)
+        self.root = root
         self._given = record
         self._is_ours = is_ours
+
+    # --- Its files ---
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file of the run; one of an object store is downloaded if it exists there."""
+        return self.root / name
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file. Raises OSError."""
+        return read_bytes(self.file(name))
+
+    @property
+    def is_original(self) -> bool:
+        """Whether `root` is the run itself, and not a local copy of a run in an object store."""
+        return origin_of(self.root) is None
+
+    @property
+    def where(self) -> str:
+        """The location of the run, for messages: its folder, or its URL in the store."""
+        origin = origin_of(self.root)
+        return origin.url if origin is not None else str(self.root)
+
+    @property
+    def argument(self) -> str:
+        """The argument RUN for a command in the current directory: the run's id, or its directory or URL."""
+        if self.is_original and self.root.absolute().parent == Path(_RUNS).absolute():
+            return self.root.name
+        return shlex.quote(self.where)
+
+    def shown_path(self, path: Path) -> str:
+        """Return a path below `root` for messages, as `where` does for `root`."""
+        return f"{self.where}/{path.relative_to(self.root).as_posix()}"
+
+    run_json = _Below("run.json")  # the record of the run: see run_record.py
+    config_yaml = _Below("config.yaml")  # the resolved configuration, without secrets
+    events_jsonl = _Below("events.jsonl")  # all events except log lines
+    metrics_jsonl = _Below("metrics.jsonl")  # all logged numbers
+    system_jsonl = _Below("system.jsonl")  # the use of hosts, ranks and GPUs
+    logs_dir = _Below("logs")  # one log for each rank
+    checkpoints_dir = _Below("checkpoints")  # one folder for each checkpoint, and the pointers latest and best
+    artifacts_dir = _Below(ARTIFACTS)  # the files that ranks saved
+    inputs_dir = _Below(INPUTS)  # what the driver has prepared for the ranks of every attempt
+    tracking_dir = _Below(TRACKING)  # one folder for each tracker
+    git_diff = _Below("git.diff")  # changes of the code that were not committed, without secrets
+    lock_file = _Below("run.lock")  # the driver holds the lock for the life of the run, and touches the file
+    driver_log = _Below("driver.log")  # what a detached driver printed
+    decision_log = _Below("logs/ddptrain.log")  # ddptrain's own log of the run, for bug reports
+    stop_json = _Below(".stop.json")  # a request to stop, until the driver has read it
+    scratch_dir = _Below(".scratch")  # files of the embedded cluster, while the run is running
+
+    def area(self, name: str) -> Path:
+        """Return the folder of that name if ranks may save files in it. Raises UnsafePath otherwise."""
+        if name not in (ARTIFACTS, TRACKING):
+            raise UnsafePath(
+                f'a rank asked for a file in "{shorten(name)}": it may write to {ARTIFACTS} and {TRACKING}'
+            )
+        return self.root / name
+
+    def log(self, rank: int) -> Path:
+        """Return the log of that rank."""
+        return self.file(f"logs/rank-{rank}.log")
+
+    def logs(self) -> dict[int, Path]:
+        """Return the paths of the existing logs by rank, in the order of ranks; log(rank) also downloads one."""
+        found = ((_LOG_NAME.fullmatch(name), name) for name in self.names_in("logs"))
+        return dict(sorted((int(match[1]), self.root / "logs" / name) for match, name in found if match))
+
+    def names_in(self, folder: str) -> dict[str, int]:
+        """Return the files below a folder: path from there -> size in bytes."""
+        top = self.root / folder
+        return {path.relative_to(top).as_posix(): size_bytes for path, size_bytes in files_below(top)}
+
+    def artifacts(self) -> dict[str, int]:
+        """Return the files that ranks saved: path below artifacts/ -> size in bytes, in the order of paths."""
+        found = sorted(self.names_in(ARTIFACTS).items())
+        return {path: size_bytes for path, size_bytes in found if not PurePosixPath(path).name.startswith(INCOMING)}
+
+    # --- Its record ---
 
     @cached_property
     def _head(self) -> _Head:
         try:
-            head = _head_adapter().validate_json(self.read("run.json"))
+            head = validator(_Head).validate_json(self.read("run.json"))
             return head if head.run_id else _Head(kind=self._kind())
         except (OSError, ValueError):
             return _Head(kind=self._kind())
@@ -108,7 +214,7 @@ class Run(RunLayout):
 
     def _has_driver(self, record: RunRecord) -> bool:
         """Return whether the driver of a run whose run.json says `running` is alive."""
-        return ownership.is_alive(self, record.driver)
+        return ownership.is_alive(self.lock_file, record.driver)
 
     def _abandoned(self, record: RunRecord) -> RunRecord:
         failure = FailureRecord(host=record.driver.host, kind="driver", message=DRIVER_GONE)
@@ -190,13 +296,43 @@ class Run(RunLayout):
         duration_s, annotations = self.duration_s, self.annotations
         return {
             **self.record.as_dict(),
-            "tracking": tracker_outputs(self, self.record),
+            "tracking": self.trackers(),
             "duration_s": None if duration_s is None else round(duration_s, 3),
             "run_dir": self.where,
             "tags": list(annotations.tags),
             "note": annotations.note,
             "problem": self.problem or None,
         }
+
+    def trackers(self) -> dict[str, dict[str, str]]:
+        """By tracker (or `wandb/rank_1` for another rank): its id, url, folder and so on, as far as they are known.
+
+        Includes the URLs of W&B runs that were sent afterwards. A W&B run that was created only for sending is called
+        `wandb/<its id>`.
+        """
+        recorded, links = self.record.tracking, {}
+        if recorded:
+            from ddptrain.tracking.wandb_files import LINKS, links_of  # not for a list of runs, as some below
+
+            with suppress(OSError):
+                links = links_of(self.read(f"{RECORDED}/{LINKS}"))
+        found = {name: dict(recorded[name]) for name in sorted(recorded, key=_by_number)}
+        for about in found.values():
+            if about.get("id") in links:
+                about.setdefault("url", links[about["id"]])
+        others = sorted(links.keys() - {about.get("id") for about in found.values()}, key=_by_number)
+        return found | {f"{WANDB}/{run_id}": {"id": run_id, "url": links[run_id]} for run_id in others}
+
+    def wandb_parts(self) -> list[RunPart]:
+        """Return the parts of the run's W&B runs, including those in another folder (WANDB_DIR)."""
+        from ddptrain.tracking.wandb_files import parts_below, parts_in
+
+        parts = parts_below(self.tracking_dir / WANDB)
+        part_ids = {part.run_id for part in parts}
+        others = [about for about in self.record.tracking.values() if about.get("id", "") not in {"", *part_ids}]
+        for folder in {Path(about["folder"]).parent for about in others if about.get("folder")}:
+            parts += [part for part in parts_in(folder) if part.run_id in {about["id"] for about in others}]
+        return parts
 
     def again(self) -> Self:
         """Return the run as it is now. Raises StoreError."""
@@ -229,7 +365,7 @@ class Run(RunLayout):
 
     def has_checkpoint(self) -> bool:
         """Return whether the run has a checkpoint to resume from."""
-        return any((path / MANIFEST).is_file() for path in checkpoint_folders(self))
+        return any((path / MANIFEST).is_file() for path in checkpoint_folders(self.checkpoints_dir))
 
     def checkpoint(self, which: str = LATEST) -> Path:
         """Return the folder of a checkpoint: `latest`, `best`, or a name such as step-100.
@@ -250,17 +386,17 @@ class Run(RunLayout):
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of all checkpoints, the highest step first."""
-        return [path for path in checkpoint_folders(self) if (path / MANIFEST).is_file()]
-
-
-@cache
-def _head_adapter() -> TypeAdapter[_Head]:
-    return TypeAdapter(_Head)
+        return [path for path in checkpoint_folders(self.checkpoints_dir) if (path / MANIFEST).is_file()]
 
 
 def is_sweep(folder: Path) -> bool:
     """Return whether the folder is that of a sweep."""
     return os.path.isfile(folder / "sweep.json")
+
+
+def _by_number(name: str) -> list[str | int]:
+    """Return a sort key: rank_2 comes before rank_10."""
+    return [int(part) if part.isdecimal() else part for part in _NUMBER.split(name)]
 
 
 def parse_time(text: str | None) -> datetime | None:
@@ -292,5 +428,7 @@ def newest_trained(runs: Sequence[Run], workload: str) -> Run:
 
 def fetch_all(runs: Sequence[Run], *patterns: str) -> None:
     """Have files of several runs; see Run.fetch."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(8, thread_name_prefix="ddptrain-copies") as pool:
         list(pool.map(lambda run: run.fetch(*patterns), runs))

@@ -20,9 +20,9 @@ from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id
+from ddptrain.results.layout import check_run_id, checkpoint_folders, new_run_id
 from ddptrain.results.metrics import LatestMetrics, continued_line, read_series
-from ddptrain.results.ownership import Owner, is_held
+from ddptrain.results.ownership import LockFile, Owner, is_held
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run import Run
@@ -55,7 +55,7 @@ class RunWriter:
     block the others. Texts in `secrets` are left out of failures and events.
     """
 
-    def __init__(self, layout: RunLayout, record: RunRecord, owner: Owner) -> None:
+    def __init__(self, layout: Run, record: RunRecord, owner: Owner) -> None:
         self.layout = layout
         self.secrets: Sequence[str] = ()
         self.upload: Uploader | None = None  # of a run in a store
@@ -74,6 +74,7 @@ class RunWriter:
         self._events = JsonLines(layout.events_jsonl)
         self._metrics = JsonLines(layout.metrics_jsonl)
         self._system = SystemFile(layout.system_jsonl)
+        self.event({"event": "driver_started", "host": record.driver.host, "pid": record.driver.pid})
         self._save()
 
     @classmethod
@@ -169,6 +170,10 @@ class RunWriter:
         if self.upload is not None:
             self.upload.begin(warn, lost)
 
+    def _written(self, name: str) -> None:
+        if self.upload is not None:
+            self.upload.put(name)
+
     def finish_upload(self, deadline_s: float) -> str:
         """Return "" when the store has everything, or one line about the problem if the deadline was reached."""
         return "" if self.upload is None else self.upload.flush(deadline_s)
@@ -185,7 +190,7 @@ class RunWriter:
         None: the attempt begins at the start.
         """
         checkpoints = []
-        for folder in reversed(checkpoint_folders(self.layout)):
+        for folder in reversed(checkpoint_folders(self.layout.checkpoints_dir)):
             with suppress(CheckpointDamaged):
                 manifest = read_manifest(folder)
                 if checkpoint is not None and manifest.step <= checkpoint.step:
@@ -201,6 +206,8 @@ class RunWriter:
                 self._latest = LatestMetrics.of(series, ((each.step, each.metrics) for each in checkpoints))
             self._latest.begin_attempt()
             self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best, not_finite=None)
+        if self.upload is not None:
+            self.upload.put_checkpoints()
 
     def save_git_diff(self) -> None:
         """Write git.diff if the code has changes that are not committed. Raises ResultsError."""
@@ -216,6 +223,11 @@ class RunWriter:
         """The content of run.json, with the newest metrics."""
         with self._mutex:
             return dataclasses.replace(self._record, last_metrics=self._latest.as_dict())
+
+    @property
+    def _run_s(self) -> float:
+        """The seconds of the run so far, without the time between its parts if it was resumed."""
+        return self._record.earlier_s + time.monotonic() - self._started
 
     @property
     def run_id(self) -> str:
@@ -245,14 +257,18 @@ class RunWriter:
         return dataclasses.replace(failure, **texts)
 
     def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one line to events.jsonl, stamped with `time_s` unless it has one; return it, without secrets."""
+        """Append one line to events.jsonl; return it, without secrets.
+
+        It has `time_s`, in seconds since 1970, and `run_s`, in seconds of the run so far, unless they are given.
+        """
         kept = {
             name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
         }
-        line = {"time_s": time.time(), **kept}
+        line = {"time_s": time.time(), "run_s": round(self._run_s, 3), **kept}
         with self._mutex:
             if self.loss is None:
                 self._events.append(line)
+                self._written("events.jsonl")
         return line
 
     def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
@@ -284,6 +300,7 @@ class RunWriter:
         with self._mutex:
             if self.loss is None:
                 self._system.append(sample, attempt)
+                self._written("system.jsonl")
 
     def flush(self) -> None:
         """Append the metrics that wait to metrics.jsonl."""
@@ -315,6 +332,8 @@ class RunWriter:
         with self._mutex:
             self._latest.logged(None, event.step, event.metrics)
         self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
+        if self.upload is not None:
+            self.upload.put_checkpoints()
         discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final
 
@@ -324,12 +343,14 @@ class RunWriter:
         Raises UnsafePath, FileDamaged, ResultsError; see staged_files.adopt_file.
         """
         self._require_run()
-        return adopt_file(self.layout.area(event.area), event, source, moved)
+        path = adopt_file(self.layout.area(event.area), event, source, moved)
+        self._written(path.relative_to(self.layout.root).as_posix())
+        return path
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write the end of the run into run.json; the lock is held until close()."""
         self._finished = True
-        duration_s = round(self._record.earlier_s + time.monotonic() - self._started, 3)
+        duration_s = round(self._run_s, 3)
         end = {"status": status, "exit_code": int(exit_code), "failure": failure, "ended_at": utc_now()}
         self.update(waiting=False, duration_s=duration_s, **end)
 
@@ -381,6 +402,7 @@ class RunWriter:
             return
         self._metrics.flush()
         write_file(self.layout.run_json, self.record.to_json().encode())
+        self._written("metrics.jsonl")
         self._saving_s = time.monotonic() - began
 
 
@@ -404,7 +426,7 @@ def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
     return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
 
 
-def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Owner]:
+def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[Run, Owner]:
     """Create the directory of a new run and take its lock.
 
     run_id: None for a new id that begins with `name`. Raises UsageError, RunLocked, ResultsError.
@@ -419,7 +441,7 @@ def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Ow
             why = f"keep runs in {runs_dir}: it is not a folder"
         raise UsageError(f"cannot {why}; choose another with --runs-dir") from error
     while True:
-        layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
+        layout = Run(runs_dir / (run_id or new_run_id(name)))
         with results_errors(layout.root):
             try:
                 layout.root.mkdir(mode=0o755)
@@ -428,8 +450,7 @@ def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Ow
                     continue
                 _refuse_unless_free(layout)
         require_own_folder(layout.root)
-        owner = Owner(layout.lock_file)
-        owner.take()
+        owner = LockFile(layout.lock_file).take()
         try:
             _refuse_unless_free(layout)
         except BaseException:
@@ -438,7 +459,7 @@ def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Ow
         return layout, owner
 
 
-def _refuse_unless_free(layout: RunLayout) -> None:
+def _refuse_unless_free(layout: Run) -> None:
     """Raise if the folder has a run, or files other than those of a driver that was killed before it wrote run.json."""
     if layout.run_json.exists():
         if is_held(layout.lock_file):
@@ -455,13 +476,12 @@ def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[R
 
     Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
     """
-    layout = RunLayout(folder)
+    layout = Run(folder)
     require_own_folder(layout.root)
     before = Run(layout.root)  # its driver may be on a host whose lock is not seen here
     driver = expected_driver or before.record.driver
-    owner = Owner(layout.lock_file)
     if not (before.is_running and layout.is_original) or is_held(layout.lock_file):
-        owner.take()
+        owner = LockFile(layout.lock_file).take()
     else:
         raise RunLocked(
             f"run {before.run_id} is running on another host: {before.record.driver.description} still writes to it; "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -260,10 +259,9 @@ class LocalRuns(Runs):
     def delete(self, chosen: Run) -> None:
         """See Runs. The folder is renamed to `.pruned-RUN-TOKEN` first, which all readers ignore."""
         folder = chosen.root
-        aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{secrets.token_hex(4)}")
-        owner = ownership.Owner(chosen.lock_file)
+        aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{os.urandom(4).hex()}")
         try:
-            owner.take()  # so that no driver can resume it
+            owner = ownership.LockFile(chosen.lock_file).take()  # so that no driver can resume it
         except ResultsError:
             if not folder.is_dir():  # another prune was faster
                 raise RunLocked(f"run {folder.name} was deleted already") from None

@@ -26,7 +26,6 @@ from ddptrain.results.metrics import AllSeries, is_number, read_series
 from ddptrain.results.recorded_config import params_of
 from ddptrain.results.run import Run, parse_time, time_text
 from ddptrain.text_tables import clean_line, duration
-from ddptrain.tracking.protocol import goal_of
 
 PARAMS = "params."
 _LONGEST_CELL = 60
@@ -105,7 +104,10 @@ def best_value(view: Run, metric: str, series: AllSeries | None = None, goal: st
     best = view.record.best
     if best is not None and best.metric == metric:
         return best.value if math.isfinite(best.value) else None
-    goal = goal or goal_of(metric)
+    if not goal:
+        from ddptrain.tracking.protocol import goal_of
+
+        goal = goal_of(metric)
     if not goal:
         return None
     try:

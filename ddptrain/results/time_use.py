@@ -1,4 +1,9 @@
-"""Where the time of a run went: waiting, starting, training, checkpoints, evaluation, failures."""
+"""Where the time of a run went: waiting, starting, training, checkpoints, evaluation, failures.
+
+Each event has `run_s`: the seconds of the run so far, by a monotonic clock of its driver. They go on where a run is
+resumed, so that the time between its parts does not count. Parts of the time are between two events: driver_started,
+run_started (of an attempt), entered, checkpoint_staged, finished, attempt_ended, run_finished.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import is_time, read_events
-from ddptrain.results.run import Run, parse_time
-from ddptrain.results.run_record import RunRecord, RunStatus
+from ddptrain.results.run import Run
+from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from ddptrain.text_tables import duration
 
-_KINDS = ("run_started", "entered", "finished", "checkpoint_staged", "timed", "run_finished")
+_KINDS = (
+    "driver_started", "run_started", "entered", "finished", "checkpoint_staged", "timed", "attempt_ended",
+    "run_finished",
+)  # fmt: skip
 _LEAST_SHOWN_S = 0.05
 _KEPT = (RunStatus.SUCCEEDED, RunStatus.PREEMPTED)
 
@@ -85,15 +92,18 @@ _TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training"
 
 
 def time_use_of(view: Run) -> TimeUse | None:
-    """Return where the time of a run went; None if its duration is not known."""
+    """Return where the time of a run went, as it was recorded at its end; None if that is not known."""
+    if not view.is_running and (recorded := view.record.time_use_s):
+        return TimeUse(**{name: recorded.get(name) or 0.0 for name in TimeUse.__dataclass_fields__})
     if (duration_s := view.duration_s) is None:
         return None
     return time_use(view.record, timed_events(view), duration_s)
 
 
-def timed_events(layout: RunLayout) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run that matter here."""
-    return (event for event in read_events(layout.events_jsonl, _KINDS) if is_time(event.get("seconds", 0)))
+def timed_events(layout: Run) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run that matter here; those of earlier versions have no `run_s`."""
+    events = read_events(layout.events_jsonl, _KINDS)
+    return (event for event in events if is_time(event.get("seconds", 0)) and is_time(event.get("run_s")))
 
 
 def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s: float) -> TimeUse:
@@ -108,72 +118,89 @@ def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s:
     def add(name: str, seconds: float) -> None:
         parts[name] += max(0.0, seconds)
 
-    by_attempt = _by_attempt(events)
-    started, resumed = _seconds(record.started_at), _seconds(record.resumed_at)
-    part_began = started if resumed is None else resumed
-    now = (part_began or 0.0) + duration_s - record.earlier_s  # the end of the run, or the time now
-    before: tuple[float, bool] | None = None  # when the attempt before ended, and whether the run did, too
-    for attempt, following in zip(record.attempts, (*record.attempts[1:], None), strict=True):
-        if (began := _seconds(attempt.started_at)) is None:
-            continue
-        ended = now if (end := _seconds(attempt.ended_at)) is None else end
-        own = by_attempt.get(attempt.attempt, _AttemptEvents())
-        is_restart = False
-        if before is None:
-            add("queue", began - (began if started is None else started))
-        elif resumed is not None and before[0] <= resumed <= began:
-            add("queue", began - resumed)
-        elif not before[1]:  # otherwise an earlier driver resumed the run; when it began is not known
-            is_restart = True
-            add("restarts", began - before[0])
-        trains_from = ended
-        if 0 < attempt.world_size <= len(own.entered):
-            trains_from = min(max(own.entered), ended)
-        add("restarts" if is_restart else "start", trains_from - began)
-        if following is not None and attempt.outcome not in _KEPT:
-            saved = own.staged.get(following.resumed_from)
-            kept_until = trains_from if saved is None else min(max(saved, trains_from), ended)
-            trained_until = ended
+    if not (attempts := _attempts(record, events, duration_s)):
+        return TimeUse(other=duration_s)
+    before: _Attempt | None = None
+    for attempt, following in zip(attempts, (*attempts[1:], None), strict=True):
+        is_restart = before is not None and before.part_ended is None
+        if before is None or before.part_ended is not None:
+            add("queue", attempt.began - attempt.part_began)
+        else:
+            add("restarts", attempt.began - before.ended)
+        trains_from = attempt.ended
+        if 0 < attempt.record.world_size <= len(attempt.entered):
+            trains_from = min(max(attempt.entered), attempt.ended)
+        add("restarts" if is_restart else "start", trains_from - attempt.began)
+        if following is not None and attempt.record.outcome not in _KEPT:
+            saved = attempt.staged.get(following.record.resumed_from)
+            kept_until = trains_from if saved is None else min(max(saved, trains_from), attempt.ended)
+            trained_until = attempt.ended
             add("lost", trained_until - kept_until)
         else:
-            trained_until = kept_until = min(max([trains_from, *(own.finished or [ended])]), ended)
+            last = max([trains_from, *(attempt.finished or [attempt.ended])])
+            trained_until = kept_until = min(last, attempt.ended)
         left_s = kept_until - trains_from
         for activity, name in _ACTIVITIES.items():
-            inside_s = min(_inside(own.timed, activity, trains_from, kept_until), left_s)
+            inside_s = min(_inside(attempt.timed, activity, trains_from, kept_until), left_s)
             left_s -= inside_s
             add(name, inside_s)
         add("training", left_s)
-        run_ended = [now] if following is None and record.ended_at is not None else own.run_finished[-1:]
-        add("end", max([ended, *run_ended]) - trained_until)
-        before = ended, bool(own.run_finished)
+        add("end", max(attempt.ended, attempt.part_ended or 0.0) - trained_until)
+        before = attempt
     return _fitted(TimeUse(**parts), duration_s)
 
 
 @dataclass(slots=True)
-class _AttemptEvents:
-    """When events of an attempt happened, in seconds since 1970 by the clock of the driver."""
+class _Attempt:
+    """When events of an attempt happened, in seconds of the run.
 
+    part_ended: when the run ended, or its driver: it goes on in another part, whose driver began at its `part_began`.
+    """
+
+    record: AttemptRecord
+    part_began: float
+    began: float
+    ended: float = -1.0
+    part_ended: float | None = None
     entered: list[float] = field(default_factory=list)
     finished: list[float] = field(default_factory=list)
-    run_finished: list[float] = field(default_factory=list)
     staged: dict[int | None, float] = field(default_factory=dict)  # by the step of the checkpoint
-    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end by the rank's clock, seconds
+    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end, seconds
 
 
-def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents]:
-    attempts: dict[int, _AttemptEvents] = {}
-    now = _AttemptEvents()
+def _attempts(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s: float) -> list[_Attempt]:
+    records = {attempt.attempt: attempt for attempt in record.attempts}
+    found: dict[int, _Attempt] = {}
+    now: _Attempt | None = None
+    part_began = last = 0.0
     for event in events:
-        time_s = float(event["time_s"])
+        at = float(event["run_s"])
         match event:
-            case {"event": "run_started", "attempt": int(number)}:
-                now = attempts[number] = _AttemptEvents()
-            case {"event": "entered" | "finished" | "run_finished" as kind}:
-                getattr(now, kind).append(time_s)
-            case {"event": "checkpoint_staged", "step": int(step)}:
-                now.staged[step] = time_s
-            case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds}:
-                now.timed.append((activity, time_s, float(seconds)))
+            case {"event": "driver_started"}:
+                part_began = at
+                if now is not None and now.part_ended is None:  # the driver before was killed
+                    now.part_ended = last
+            case {"event": "run_started", "attempt": int(number)} if number in records:
+                now = found[number] = _Attempt(records[number], part_began, at)
+            case {"event": "run_finished"} if now is not None:
+                now.part_ended = at
+            case {"event": "attempt_ended"} if now is not None:
+                now.ended = at
+            case {"event": "entered" | "finished" as kind} if now is not None:
+                getattr(now, kind).append(at)
+            case {"event": "checkpoint_staged", "step": int(step)} if now is not None:
+                now.staged[step] = at
+            case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds} if (
+                now is not None
+            ):
+                now.timed.append((activity, at, float(seconds)))
+        last = max(last, at)
+    attempts = [*found.values()]
+    if attempts and record.ended_at is not None:
+        attempts[-1].part_ended = duration_s
+    for attempt in attempts:
+        if attempt.ended < 0:  # it has not ended, or its driver was killed
+            attempt.ended = duration_s if attempt.part_ended is None else attempt.part_ended
     return attempts
 
 
@@ -194,8 +221,3 @@ def _fitted(use: TimeUse, duration_s: float) -> TimeUse:
         parts[name] -= taken
         rest += taken
     return TimeUse(**parts)
-
-
-def _seconds(text: str | None) -> float | None:
-    time = parse_time(text)
-    return None if time is None else time.timestamp()

@@ -12,7 +12,7 @@ from ddptrain.model_registry.retrainings import RetrainRecords
 from ddptrain.results.prune import PrunePolicy, PruneReport, prune
 from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.show.render import size
-from ddptrain.retrain.plan import to_continue
+from ddptrain.retrain.decisions import to_continue
 
 _LOOKED_AT = 50  # retrainings of each model
 

@@ -27,7 +27,7 @@ from ddptrain.errors import DdptrainError, HangDetected, Interrupted, TrainingFa
 from ddptrain.file_ops import read_regular
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import BEST, RunLayout, new_run_id
+from ddptrain.results.layout import BEST, new_run_id
 from ddptrain.results.prune import PrunePolicy, prune
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RecordError, RunRecord, root_cause
@@ -136,7 +136,7 @@ def _launch(
         derived = resolve(changed, resolved.path)
         derived = dataclasses.replace(derived, import_folders=resolved.import_folders)
         run_id = new_run_id(config.name)
-        layout = RunLayout(folder / run_id)
+        layout = Run(folder / run_id)
         options = LaunchOptions(run_id, output, evaluation=plan, to_stderr=to_stderr)
         try:
             exit_code = train(derived, options)
@@ -144,7 +144,7 @@ def _launch(
                 raise _failure(layout, exit_code)
             return _result(layout)
         finally:
-            failure = Run(layout.root).record.failure if layout.run_json.is_file() else None
+            failure = layout.record.failure if layout.run_json.is_file() else None
             if failure is None or failure.rank is None:  # no rank has failed, so that its log may be needed
                 shutil.rmtree(layout.root, ignore_errors=True)
 
@@ -164,7 +164,7 @@ def _function(resolved: ResolvedConfig) -> str:
 
 def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedCheckpoint:
     """Return the best checkpoint of a target, compared with its hashes. Raises UsageError."""
-    layout = RunLayout(target.folder)
+    layout = Run(target.folder)
     try:
         record = RunRecord.from_json(read_regular(layout.run_json))
     except (OSError, RecordError) as error:
@@ -175,7 +175,7 @@ def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedC
             f"{resolved.config.workload_name}"
         )
     try:
-        return verify(Run(layout.root).checkpoint(BEST))
+        return verify(layout.checkpoint(BEST))
     except (CheckpointDamaged, OSError) as error:
         raise UsageError(f"the checkpoint of {target.name} is damaged: {one_line(error)}") from error
 
@@ -201,8 +201,8 @@ def _runs_folder(place: str) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
-    record = Run(layout.root).record
+def _failure(layout: Run, exit_code: int) -> DdptrainError:
+    record = layout.record
     failure = record.failure
     cause = f"the evaluation ended as {record.status}" if failure is None else failure.message
     if failure is not None and failure.rank is not None:
@@ -213,13 +213,13 @@ def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
     return error
 
 
-def _result(layout: RunLayout) -> Evaluation:
+def _result(layout: Run) -> Evaluation:
     """Return the scores in run.json, and the description of the data in the run's inputs. Raises TrainingFailed."""
     held_out: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         held_out = json.loads((layout.inputs_dir / "held_out.json").read_bytes())
     data = {"held_out": held_out.get("digest", ""), "n": held_out.get("n", 0), "noun": held_out.get("noun", "")}
     try:
-        return _RESULT.validate_python({**(Run(layout.root).record.result or {}), **data})
+        return _RESULT.validate_python({**(layout.record.result or {}), **data})
     except (ValueError, TypeError):
         raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}") from None

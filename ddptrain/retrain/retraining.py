@@ -50,7 +50,7 @@ from ddptrain.results.layout import BEST, new_run_id
 from ddptrain.results.run import MODEL, Run
 from ddptrain.results.run_record import root_cause, utc_now
 from ddptrain.results.runs import open_runs_dir
-from ddptrain.retrain import plan
+from ddptrain.retrain import decisions
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import config_digest, difference, look_at_data, names_data
 from ddptrain.retrain.messages import compose, events_to_report, known_states
@@ -279,7 +279,7 @@ class Retraining:
         options, out = self.options, self.out
         self.record = replace(self.record, config=config_digest(self.resolved))
         self.earlier = self.records.newest(_LOOKED_AT)
-        choice = plan.choose(self.earlier, self.record.config, options.slot, force=options.force)
+        choice = decisions.choose(self.earlier, self.record.config, options.slot, force=options.force)
         if choice.skip:
             return self._ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, choice.skip)
         if (old := choice.abandoned) is not None:
@@ -317,7 +317,7 @@ class Retraining:
             found = look_at_data(self.resolved)
         changes = difference(before, found) if before is not None else []
         has_sources, built_in = names_data(self.resolved), is_built_in(self.resolved.config.workload)
-        if problem := plan.data_problem(before, found, has_sources=has_sources):
+        if problem := decisions.data_problem(before, found, has_sources=has_sources):
             if not force:
                 raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
             self.out.warn(f"{problem}; training anyway, because of --force")
@@ -329,7 +329,7 @@ class Retraining:
         size: dict[str, Any] = {"n_files": found.n_files, "size_bytes": found.size_bytes}
         self.out.stage(Stage.CHECK_DATA, text, difference=changes, files=found.n_files, size_bytes=found.size_bytes)
         self.record = replace(self.record, champion=champion, data=found.digest, classes=found.classes, **size)
-        same = plan.unchanged(self.earlier, champion, self.record.config, found.digest, self.settings)
+        same = decisions.unchanged(self.earlier, champion, self.record.config, found.digest, self.settings)
         if same and (has_sources or built_in) and not self.record.run_id and not force:
             return self._unchanged(same)
         if self.options.dry_run:
@@ -421,8 +421,8 @@ class Retraining:
         record = self.record
         why_none = "; ".join(record.notes) if record.champion is not None else ""
         scores = record.scores
-        outcomes = plan.judge(self.settings.gate, scores.get("candidate", {}), scores.get("champion"), why_none)
-        passed = plan.passed(outcomes)
+        outcomes = decisions.judge(self.settings.gate, scores.get("candidate", {}), scores.get("champion"), why_none)
+        passed = decisions.passed(outcomes)
         reasons = "; ".join(outcome.reason for outcome in outcomes) or "there are no conditions"
         text = f"{'passed' if passed else 'rejected'}: {reasons}"
         self.out.stage(Stage.GATE, text, passed=passed, conditions=outcomes)
@@ -437,7 +437,7 @@ class Retraining:
         known = {"data": record.data, "held_out": record.held_out, "config": record.config}
         evaluation = record.scores.get("candidate", {})
         version = add_run(registry, self.model, view, BEST, evaluation=evaluation, **known).version
-        if plan.passed(record.gate):
+        if decisions.passed(record.gate):
             reason = f"retraining {record.number}" + (f" for {record.slot}" if record.slot else "")
             registry.promote(self.model, version, reason, expected=record.champion)
             text = f"version {version} is the champion"
@@ -451,7 +451,7 @@ class Retraining:
     def _outcome(self) -> RetrainRecord:
         """Return the end of a retraining whose stage "promote" is complete."""
         record = self.record
-        passed = plan.passed(record.gate)
+        passed = decisions.passed(record.gate)
         reasons = "; ".join(rule.reason for rule in record.gate if passed or not rule.passed)
         if passed:
             reason = f"version {record.version} is the champion ({reasons})"

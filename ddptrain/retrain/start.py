@@ -16,12 +16,12 @@ from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.reports.destinations import Reporting
-from ddptrain.results import ownership
-from ddptrain.results.remote.lease import LOCK, Lease, claim_from
+from ddptrain.results.ownership import LockFile, Owner
+from ddptrain.results.remote.lease import LOCK, Lease
 from ddptrain.results.run_record import as_json_data
 from ddptrain.sanitize import sanitized
 from ddptrain.storage.object_store import ObjectStore
-from ddptrain.storage.store import Store, StoreError
+from ddptrain.storage.store import Store
 
 _log = Log(__name__)
 _TRY_EVERY_S = 1.0
@@ -98,7 +98,7 @@ class ModelLock:
     def __init__(self, registry: Store, model: str) -> None:
         """registry: the folder of all models (ModelRegistry.folder)."""
         self._folder = registry.below(model).below("retrainings")
-        self._lock: ownership.Owner | Lease | None = None
+        self._lock: Owner | None = None
         self.model = model
         self.lost: DdptrainError | None = None
 
@@ -122,7 +122,7 @@ class ModelLock:
                 lock.take()
                 break
             except RunLocked:
-                busy = f"model {self.model} is being retrained by {self._holder() or 'another process'}"
+                busy = f"model {self.model} is being retrained by {lock.holder() or 'another process'}"
             if wait_s > 0 and not waits:
                 waits = True
                 report(f"{busy}; waiting for its end")
@@ -143,21 +143,12 @@ class ModelLock:
         if self._lock is not None:
             self._lock.assure()
 
-    def _new_lock(self) -> ownership.Owner | Lease:
+    def _new_lock(self) -> Owner:
         if isinstance(self._folder, ObjectStore):
             return Lease(self._folder)
         assert isinstance(self._folder, OwnFolder)
         self._folder.make_parent(LOCK)
-        return ownership.Owner(self._folder.folder / LOCK)
-
-    def _holder(self) -> str:
-        """Return the process that holds the lock, as "process 12 on host"; "" if unknown."""
-        if isinstance(self._folder, OwnFolder):
-            return ownership.holder(self._folder.folder / LOCK)
-        with suppress(StoreError):
-            claim = claim_from(self._folder.read(LOCK))
-            return f"process {claim.pid} on {claim.host}" if claim else ""
-        return ""
+        return LockFile(self._folder.folder / LOCK)
 
     def _lose(self, error: DdptrainError) -> None:
         self.lost = error

@@ -67,6 +67,10 @@ class NotFound(StoreError):
         super().__init__(f"{key} is not there")
 
 
+class TooLarge(StoreError):
+    """The object has more bytes than the caller reads."""
+
+
 class WriteConflict(StoreError):
     """The condition of a write was not met: another process has written the object."""
 
@@ -213,8 +217,8 @@ class Source(ABC):
             raise self._too_large(key, limit_bytes)
         return data
 
-    def _too_large(self, key: str, limit_bytes: int) -> StoreError:
-        return StoreError(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+    def _too_large(self, key: str, limit_bytes: int) -> TooLarge:
+        return TooLarge(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
 
 
 class LocalFolder(Source):
@@ -350,6 +354,22 @@ class Store(Source):
 
         return self._again(listed)
 
+    def _joined(self, objects: Mapping[str, int], skip: int) -> Iterator[bytes]:
+        """Yield the content of objects of these sizes, one after the other, without the first `skip` bytes."""
+        if len(objects) == 1 and not skip:
+            yield from self.chunks(*objects)
+            return
+        from concurrent.futures import ThreadPoolExecutor
+
+        starts = []
+        for path, size_bytes in objects.items():
+            if skip < size_bytes or not skip:
+                starts.append((path, skip))
+            skip = max(0, skip - size_bytes)
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="ddptrain-store") as pool:
+            for at in range(0, len(starts), _READERS):
+                yield from pool.map(lambda one: self.get(one[0], start=one[1]), starts[at : at + _READERS])
+
     def fetch(self, paths: str | Mapping[str, Listed], target: Path, have_bytes: int = 0, time_ns: int = 0) -> None:
         """Replace a local file by an object, or by several that are joined. Raises NotFound, StoreError.
 
@@ -366,12 +386,8 @@ class Store(Source):
                 if have_bytes:
                     with target.open("rb") as before:
                         file.write(before.read(have_bytes))
-                skip = have_bytes
-                for path, size_bytes in objects.items():
-                    if skip < size_bytes or not skip:
-                        for chunk in [self.get(path, start=skip)] if skip else self.chunks(path):
-                            file.write(chunk)
-                    skip = max(0, skip - size_bytes)
+                for chunk in self._joined(objects, have_bytes):
+                    file.write(chunk)
                 if time_ns:
                     file.flush()
                     os.utime(file.fileno(), ns=(time_ns, time_ns))

@@ -63,7 +63,7 @@ class SweepHome:
                     logged[float(number if step is None or math.isnan(step) else step)].append(value)
         found = {step: sum(values) / len(values) for step, values in logged.items()}
         if not isinstance(view, StoredRun):
-            texts = [folder / MANIFEST for folder in checkpoint_folders(view)]
+            texts = [folder / MANIFEST for folder in checkpoint_folders(view.checkpoints_dir)]
             contents = [path.read_bytes() for path in texts if path.is_file()]
         else:
             run = view.store

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from ddptrain.config.rank_settings import TrackerSpec
 from ddptrain.config.sections.tracking import TRACKERS, install_tracker, tracker_target
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankSpec, TrackerSpec, TrackingSpec
+from ddptrain.protocol.rank_spec import RankSpec, TrackingSpec
 from ddptrain.redact import hide_known, known_secrets
 from ddptrain.tracking.protocol import Checkpoint, Facts, Image, Item, SharedFiles, State, Table, Tracker, link_or_copy
 

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddptrain import log
+from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import make_temp_folder
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.rank_spec import LOST_AFTER_S, WORKER_METRIC
+from ddptrain.protocol.rank_spec import WORKER_METRIC
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import RankServerClient
 

@@ -71,24 +71,16 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
     with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
-            if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
+            if command is Command.STACKS and (started := host.server.start_of(key)) is not None:
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
-                stack_reports.report_stacks(files, pid, attempt, rank)
+                stack_reports.report_stacks(files, started[0], attempt, rank)
             host.server.send_command(key, command)
 
 
-async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
-    """Return bytes of a file below the scratch folder. Raises PermissionError for any other path."""
-    host = rank_host(dask_worker, run_id)
-    return await asyncio.to_thread(_read_below, host.scratch, path, offset, size_bytes)
-
-
-def _read_below(scratch: Path, path: str, offset: int, size_bytes: int) -> bytes:
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(scratch)):
-        raise PermissionError(f"{path} is outside of the scratch folder {scratch}")
-    return spool.read_chunk(real, offset, size_bytes)
+async def read_spool(path: str, offset: int, size_bytes: int) -> bytes:
+    """Return bytes of a file on the worker's host."""
+    return await asyncio.to_thread(spool.read_chunk, Path(path), offset, size_bytes)
 
 
 async def holds_file(path: str, text: str) -> bool:
@@ -104,23 +96,16 @@ async def holds_file(path: str, text: str) -> bool:
 
 
 async def write_spool(run_id: str, path: str, offset: int, data: bytes, dask_worker: Worker) -> str:
-    """Write into the file `path` below the run's folder; return its absolute path.
-
-    Raises PermissionError if the path is outside of the folder.
-    """
-    folder = rank_host(dask_worker, run_id).scratch / run_id
-    return await asyncio.to_thread(_write_below, folder, path, offset, data)
+    """Write into the file `path` below the run's scratch folder; return its absolute path."""
+    return await asyncio.to_thread(_write, rank_host(dask_worker, run_id).scratch / run_id / path, offset, data)
 
 
-def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
-    real = Path(os.path.realpath(folder / path))
-    if not real.is_relative_to(os.path.realpath(folder)):
-        raise PermissionError(f"{path} is outside of the folder {folder}")
-    real.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with real.open("r+b" if offset else "wb") as file:
+def _write(path: Path, offset: int, data: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("r+b" if offset else "wb") as file:
         file.seek(offset)
         file.write(data)
-    return str(real)
+    return str(path)
 
 
 async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker) -> None:

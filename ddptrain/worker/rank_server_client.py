@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,21 @@ class RankServerLost(ClusterError):
     """The rank server could not start, or has ended."""
 
 
+@dataclass(slots=True)
+class _Child:
+    """A rank, or a store.
+
+    woken: set when the rank starts or ends. needed_by: the rank that must be stopped if the store ends; None for a
+    rank, "" for a store that is being stopped. how: "forked" or "cold: <reason>". report: of the rank's end.
+    """
+
+    woken: threading.Event | None = None
+    needed_by: str | None = None
+    pid: int | None = None
+    how: str = ""
+    report: dict[str, Any] | None = None
+
+
 class RankServerClient:
     """Starts a rank server for this worker. The server and its ranks end with the worker, or when it is closed."""
 
@@ -39,11 +54,7 @@ class RankServerClient:
         self.fault: str | None = None  # why the server cannot start ranks any more
         self._log_file = log_file
         self._lock = threading.Lock()
-        self._inboxes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
-        self._woken: dict[str, threading.Event] = {}
-        self._pids: dict[str, int] = {}
-        self._starts: dict[str, tuple[int, str]] = {}  # rank -> its pid and how it was started
-        self._stores: dict[str, str] = {}  # store that runs and is not being stopped -> rank that needs it
+        self._children: dict[str, _Child] = {}  # those that were requested; a rank until its report is taken
         self._control = self._start(env)
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
@@ -70,22 +81,16 @@ class RankServerClient:
     @property
     def ranks(self) -> int:
         """The number of ranks that were requested and have not ended."""
-        return len(self._inboxes)
+        return sum(child.needed_by is None for child in self._children.values())
 
     def has(self, rank_id: str) -> bool:
         """Return whether the rank was requested and has not ended."""
-        return rank_id in self._inboxes
-
-    def pid_of(self, rank_id: str) -> int | None:
-        """Return the pid of a running rank; None if it has not started or has ended."""
-        return self._pids.get(rank_id)
+        return rank_id in self._children
 
     def start_of(self, rank_id: str) -> tuple[int, str] | None:
-        """Return the pid of a rank and how it was started ("forked", "cold: <reason>").
-
-        Return None before the start, and after the first call that returned a value.
-        """
-        return self._starts.pop(rank_id, None)
+        """Return the pid of a rank and how it was started ("forked", "cold: <reason>"); None if it has not started."""
+        child = self._children.get(rank_id)
+        return None if child is None or child.pid is None else (child.pid, child.how)
 
     def listen(self) -> None:
         """Start the thread that reads reports. Separate from the constructor, so that Dask can be imported first."""
@@ -104,20 +109,20 @@ class RankServerClient:
             with self._lock:
                 if self.fault is not None:
                     raise RankServerLost(self.fault)
-                self._inboxes[rank_id] = queue.SimpleQueue()
-                if woken is not None:
-                    self._woken[rank_id] = woken
+                self._children[rank_id] = _Child(woken)
             self._send({"op": "fork", "id": rank_id, "slot": slot}, [file.fileno(), log_fd, events_fd])
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
         """Start a process that hosts a TCPStore; if it dies, stop the rank `rank_id`. Raises RankServerLost."""
         port = listening.getsockname()[1]
-        self._stores[store_id] = rank_id
+        self._children[store_id] = _Child(needed_by=rank_id)
         self._send({"op": "store", "id": store_id, "host": host, "port": port}, [listening.fileno()])
 
     def stop(self, child_id: str, grace_s: float) -> None:
         """Send SIGTERM to the child's process group, and SIGKILL after `grace_s`. A child that has ended is ignored."""
-        self._stores.pop(child_id, None)
+        child = self._children.get(child_id)
+        if child is not None and child.needed_by is not None:
+            child.needed_by = ""
         with contextlib.suppress(RankServerLost):
             self._send({"op": "stop", "id": child_id, "grace_s": grace_s})
 
@@ -126,17 +131,15 @@ class RankServerClient:
         with contextlib.suppress(RankServerLost):
             self._send({"op": "command", "id": rank_id, "command": command})
 
-    def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
-        """Wait for the exit report {"pid", "status", "time_ns"}; return None after the time-out.
+    def exit_of(self, rank_id: str) -> dict[str, Any] | None:
+        """Return the exit report {"pid", "status", "time_ns"} of a rank, once; None while it runs.
 
         Raises RankServerLost.
         """
-        try:
-            report = self._inboxes[rank_id].get(block=timeout_s > 0, timeout=timeout_s)
-        except queue.Empty:
+        report = self._children[rank_id].report
+        if report is None:
             return None
-        del self._inboxes[rank_id]
-        self._woken.pop(rank_id, None)
+        del self._children[rank_id]
         if report["report"] != "exited":
             raise RankServerLost(report["message"])
         return report
@@ -182,47 +185,44 @@ class RankServerClient:
                 return b""
 
     def _handle(self, report: dict[str, Any]) -> None:
-        child_id = report.get("id", "")
-        if report["report"] == "ready":
+        child_id, kind = report.get("id", ""), report["report"]
+        child = self._children.get(child_id)
+        if kind == "ready":
             self.ready.set()
-        elif report["report"] == "started":
-            self._pids[child_id] = report["pid"]
-            self._starts[child_id] = report["pid"], report.get("how", "")
-            self._wake(child_id)
-            return
-        elif report["report"] == "exited":
-            self._pids.pop(child_id, None)
-            if child_id not in self._inboxes:
-                self._starts.pop(child_id, None)
-            if (rank_id := self._stores.pop(child_id, None)) is not None:
-                # Without the store the ranks would wait forever, or report each other as lost.
-                message = f"the store of the worker group (TCPStore) has ended: {describe_status(report['status'])}"
-                child_id, report = rank_id, {"report": "broken", "message": message}
-                self.stop(rank_id, deadlines.STORE_LOST_GRACE_S)
         elif not child_id:
             trace = report["message"].strip()
             last = trace.splitlines()[-1]
             self._mark_lost(f"the rank server ({sys.executable}) could not start: {last}\n{trace}")
-        if child_id in self._inboxes:
-            self._inboxes[child_id].put(report)
-            self._wake(child_id)
-
-    def _wake(self, rank_id: str) -> None:
-        if (woken := self._woken.get(rank_id)) is not None:
-            woken.set()
+        elif child is None:
+            return
+        elif kind == "started":
+            child.pid, child.how = report["pid"], report["how"]
+            _wake(child)
+        elif child.needed_by is None:
+            child.report = report
+            _wake(child)
+        else:
+            del self._children[child_id]
+            if (rank := self._children.get(child.needed_by)) is not None and rank.report is None:
+                # Without the store the ranks would wait forever, or report each other as lost.
+                why = describe_status(report["status"]) if kind == "exited" else report["message"]
+                message = f"the store of the worker group (TCPStore) has ended: {why}"
+                rank.report = {"report": "broken", "message": message}
+                self.stop(child.needed_by, deadlines.STORE_LOST_GRACE_S)
+                _wake(rank)
 
     def _mark_lost(self, message: str) -> None:
         """Report the loss to all waiting tasks, and kill the ranks, which no server supervises any more."""
         with self._lock:
             self.fault = self.fault or message
-            waiting, woken = list(self._inboxes.values()), list(self._woken.values())
-        for pid in list(self._pids.values()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        for inbox in waiting:
-            inbox.put({"report": "broken", "message": self.fault})
-        for event in woken:
-            event.set()
+            children = list(self._children.values())
+        for child in children:
+            if child.report is None:
+                if child.pid is not None:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(child.pid, signal.SIGKILL)
+                child.report = {"report": "broken", "message": self.fault}
+            _wake(child)
 
     def _exit_details(self) -> str:
         """Return the server's exit status and the end of its log for the error message."""
@@ -232,3 +232,8 @@ class RankServerClient:
         except OSError:
             tail = ""
         return f"{status}: {tail}" if tail else status
+
+
+def _wake(child: _Child) -> None:
+    if child.woken is not None:
+        child.woken.set()

@@ -36,8 +36,6 @@ _INTERVAL_S = 0.05  # between two messages, while ranks write
 _IDLE_S = 0.1  # between two looks at ranks that write nothing: each takes some microseconds of their CPU time
 _LONGEST_S = 1.0  # less than the driver waits, after a victim's fault, for its cause (deadlines.VICTIM_SETTLE_S)
 _S_PER_RANK = 0.001  # times the world size: with 1,024 ranks, each host sends a message every second
-_S_PER_RANK_AT_FIRST = 0.0001  # while the driver waits for all ranks to enter the workload
-_AT_FIRST_S = 30.0
 _DATA_BYTES = 12 * 1024  # the most bytes of a rank in a message
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
 # The signals of which faulthandler writes the stacks into the log.
@@ -116,12 +114,19 @@ class RanksTask:
         return port
 
     def _watch(self) -> None:
-        """Send what is new until all ranks have ended, and the CPU time of each now and then, as a sign of life."""
-        began = measured_at = time.monotonic()
-        pause_s = _INTERVAL_S
+        """Send what is new until all ranks have ended, and the CPU time of each now and then, as a sign of life.
+
+        The ranks' files are looked at in intervals; a start or an exit is handled at once.
+        """
+        interval_s = min(_LONGEST_S, max(_INTERVAL_S, self.first.placement.world_size * _S_PER_RANK))
+        look_at = measured_at = time.monotonic()
+        pause_s = interval_s
         while running := [rank for rank in self.ranks if rank.ended is None]:
             now = time.monotonic()
-            parts = [part for rank in running for part in rank.news()]
+            parts = [part for rank in running for part in rank.news(looks=now >= look_at)]
+            if now >= look_at:
+                pause_s = interval_s if parts else max(interval_s, min(2 * pause_s, _IDLE_S))
+                look_at = now + min(pause_s, self.alive_s)
             if now - measured_at >= self.alive_s:
                 measured_at = now
                 parts += self._measured(running)
@@ -136,12 +141,8 @@ class RanksTask:
                 self._send(message, parts)
             while not self.sampler.samples.empty():
                 self._send(News(self.first.attempt, sample=self.sampler.samples.get()))
-            at_first = time.monotonic() - began < _AT_FIRST_S
-            per_rank = _S_PER_RANK_AT_FIRST if at_first else _S_PER_RANK
-            interval_s = min(_LONGEST_S, max(_INTERVAL_S, self.first.placement.world_size * per_rank))
-            pause_s = interval_s if parts else max(interval_s, min(2 * pause_s, _IDLE_S))
             if any(rank.ended is None for rank in running):
-                self.woken.wait(min(pause_s, self.alive_s))
+                self.woken.wait(max(0.0, look_at - time.monotonic()))
                 self.woken.clear()
 
     def _sampled(self) -> list[SampledRank]:
@@ -164,11 +165,13 @@ class RanksTask:
     def _send(self, message: News, parts: Iterable[RankNews] = ()) -> None:
         """Send a message with these parts; before it others, if it would become too large."""
         batch: list[RankNews] = []
+        size = 0
         for part in parts:
-            if sum(each.size_bytes for each in batch) + part.size_bytes > news.MAX_DATA_BYTES:
+            if size + part.size_bytes > news.MAX_DATA_BYTES:
                 self._post(News(message.attempt, tuple(batch)))
-                batch = []
+                batch, size = [], 0
             batch.append(part)
+            size += part.size_bytes
         self._post(dataclasses.replace(message, ranks=tuple(batch), log=tuple(self.lines)))
         self.lines.clear()
 
@@ -228,24 +231,21 @@ class _Rank:
         """What the driver knows already."""
         return RankNews(self.spec.rank, self._sent["log"], self._sent["events"])
 
-    def news(self) -> list[RankNews]:
-        """Return what is new."""
+    def news(self, *, looks: bool) -> list[RankNews]:
+        """Return what is new: that the rank has ended and, if it `looks` at them, the growth of its files."""
         try:
-            return self._news()
+            return self._news(looks)
         except Exception as error:
             return self._given_up(error)
 
-    def _news(self) -> list[RankNews]:
-        report = self.server.wait_exit(self.spec.key, 0)
-        if (started := self.server.start_of(self.spec.key)) is not None:
-            pid, how = started
-            slot = self.spec.placement.slot
-            self.log("rank started", pid=pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
-        if report is not None:
+    def _news(self, looks: bool) -> list[RankNews]:
+        if self.pid is None and (started := self.server.start_of(self.spec.key)) is not None:
+            self.pid, how = started
+            self._memory, slot = MemoryWatch(self.pid), self.spec.placement.slot
+            self.log("rank started", pid=self.pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
+        if (report := self.server.exit_of(self.spec.key)) is not None:
             return self._end(report)
-        if self.pid is None and (pid_now := self.server.pid_of(self.spec.key)) is not None:
-            self.pid, self._memory = pid_now, MemoryWatch(pid_now)
-        return self._growth()
+        return self._growth() if looks else []
 
     def _growth(self) -> list[RankNews]:
         """Return the new sizes, for a driver that does not see the files also bytes up to the rate limit."""

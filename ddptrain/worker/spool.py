@@ -9,28 +9,29 @@ from __future__ import annotations
 import os
 import resource
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 READ_LIMIT_BYTES = 8 << 20  # the most bytes in one answer through the scheduler
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankSpool:
-    """The folder of one rank of one attempt on its worker."""
+    """The folder of one rank of one attempt on its worker. Its paths are kept: they are needed many times a second."""
 
     folder: Path
 
-    @property
+    @cached_property
     def log(self) -> Path:
         """stdout and stderr as raw bytes, in the order of writing."""
         return self.folder / "log"
 
-    @property
+    @cached_property
     def events(self) -> Path:
         """Events, one JSON object per line."""
         return self.folder / "events"
 
-    @property
+    @cached_property
     def staging(self) -> Path:
         """Files and checkpoints that wait until the driver moves them to the run directory."""
         return self.folder / "staging"

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -227,17 +228,7 @@ class MemoryWatch:
     """
 
     def __init__(self, pid: int, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
-        self._events, self._limit, self._groups = "memory.events", "memory.max", list[Path]()
-        for line in text_or_empty(proc / str(pid) / "cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            top = root / controllers
-            if controllers:  # version 1
-                self._events, self._limit = "memory.oom_control", "memory.limit_in_bytes"
-            group = top / path.lstrip("/")
-            folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
-            self._groups += [folder for folder in folders if (folder / self._events).exists()]
+        self._events, self._limit, self._groups = _counters(text_or_empty(proc / str(pid) / "cgroup"), root)
         self._kills = self._oom_kills()
 
     def explain_kill(self) -> str:
@@ -253,3 +244,23 @@ class MemoryWatch:
     def _oom_kills(self) -> str:
         lines = text_or_empty(self._groups[0] / self._events).splitlines() if self._groups else []
         return next((line for line in lines if line.startswith("oom_kill ")), "")
+
+
+@cache  # the ranks of a worker are in one group
+def _counters(groups: str, root: Path) -> tuple[str, str, list[Path]]:
+    """Return the files with the number of kills and with the limit, and the folders that have them: the group's first.
+
+    groups: the text of /proc/PID/cgroup.
+    """
+    events, limit, folders = "memory.events", "memory.max", list[Path]()
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        if controllers:  # version 1
+            events, limit = "memory.oom_control", "memory.limit_in_bytes"
+        group = top / path.lstrip("/")
+        above = [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
+        folders += [folder for folder in above if (folder / events).exists()]
+    return events, limit, folders

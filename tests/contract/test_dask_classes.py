@@ -129,10 +129,12 @@ def test_class_whose_run_ends_while_it_is_created_is_closed_all_the_same(project
 @pytest.mark.parametrize(
     ("cls", "kwargs", "rc", "words"),
     [
-        ("dask_clouds.FargateCluster", {}, 2, "pip install dask-clouds, if that is its package"),
-        ("classes.Quik", {}, 2, "has no Quik"),
+        pytest.param("classes.Quik", {}, 2, "has no Quik", marks=pytest.mark.long),
+        pytest.param(
+            "dask_clouds.FargateCluster", {}, 2, "pip install dask-clouds, if that is", marks=pytest.mark.long
+        ),
         ("classes.Quiet", {"n_worker": 2}, 2, "unexpected keyword argument 'n_worker'"),
-        ("classes.Quiet", {"processes": False}, 4, "where no other process can reach it"),
+        pytest.param("classes.Quiet", {"processes": False}, 4, "no other process can reach it", marks=pytest.mark.long),
         ("classes.Crashing", {}, 4, "libcloud: out of memory"),
     ],
 )

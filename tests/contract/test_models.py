@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from tests.contract.conftest import Project, events
 
 FUNCTION = """
@@ -32,18 +30,3 @@ def test_rejected_version_is_shown_with_the_reason(project: Project, shared_clus
         assert condition["reason"] in project("models", *shown, rc=0).stdout
     project("models", "promote", "mine", "2", rc=0)
     assert [each["rejected"] for each in versions(project)] == [None, None]
-
-
-@pytest.mark.long
-def test_each_rollback_goes_further_back(project: Project, shared_cluster: str) -> None:
-    config = project.function(FUNCTION, cluster={"address": shared_cluster, "ranks": 1})
-    for _ in range(3):
-        project("train", config, rc=0)
-        project("models", "promote", "mine", "latest", rc=0)
-    champions = []
-    for _ in range(2):
-        project("models", "rollback", "mine", rc=0)
-        champions += [each["version"] for each in versions(project) if "champion" in each["aliases"]]
-    assert champions == [2, 1]
-    refused = project("models", "rollback", "mine", rc=2)
-    assert "no previous version" in refused.stderr

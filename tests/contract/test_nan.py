@@ -114,24 +114,3 @@ def test_last_finite_checkpoint_is_kept_and_resumed(
     assert record["attempts"][-1]["resumed_from"] == 2
     assert record["not_finite"] is None  # these values belong to steps that were repeated
     assert "step-2" not in record["checkpoints"]
-
-
-@pytest.mark.long
-def test_metric_that_does_not_decide_may_be_nan(project: Project, shared_cluster: str) -> None:
-    """A metric such as the AUC of an epoch without positive samples does not cost the work since the last one."""
-    code = CODE.replace('{"loss": loss}', '{"loss": 1.0, "auc": loss}')
-    for resume, end in (((), 1), (("--resume", "latest", "--allow-changes"), 0)):
-        name = project.function(code, checkpoint=EVERY_STEP, params={"save": True, "end": end})
-        project("train", name, "--cluster", shared_cluster, "--ranks", "2", *resume, rc=end)
-    assert project.record()["attempts"][-1]["resumed_from"] == 6
-
-
-@pytest.mark.long
-def test_gate_names_nan(project: Project, shared_cluster: str) -> None:
-    config = {"checkpoint": EVERY_STEP, "params": {"save": True, "bad": 1, "steps": 2}, "retrain": {"model": "line"}}
-    name = project.function(CODE, **config)
-    for number in (1, 2):  # the second one reads the records of the first
-        done = project("retrain", name, "--cluster", shared_cluster, "--ranks", "2", "--force", rc=7)
-        assert f"version {number} was rejected" in done.stdout
-        assert "loss is nan" in done.stdout
-        assert "damaged" not in done.stderr

@@ -36,18 +36,6 @@ def test_cause_of_a_failed_attempt_is_named_after_the_next_one_succeeded(project
     assert f"Failed {cause}" in (project.folder / "page.html").read_text()
 
 
-@pytest.mark.long
-def test_run_that_the_user_has_stopped_is_no_failure_on_its_page(project: Project, shared_cluster: str) -> None:
-    config = project.function("import time\ndef train(ctx):\n    print('waits', flush=True)\n    time.sleep(1000)\n")
-    running = project.start("train", config, "--cluster", shared_cluster, "--ranks", "1")
-    running.wait_for("waits")
-    project("stop", "latest", "--now", rc=0)
-    running.finish()
-    project("results", "report", "latest", "--output", "page.html", rc=0)
-    page = (project.folder / "page.html").read_text()
-    assert "ended by ddptrain stop" in page and ">Failure<" not in page
-
-
 def _can_unshare() -> bool:
     command = ["unshare", "--mount", "true"]
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True, check=False).returncode == 0

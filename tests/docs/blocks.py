@@ -20,7 +20,7 @@ _MASKS = (
     (re.compile(r"time +queue \d.*"), "time SPENT"),
     (re.compile(r"ddptrain-sockets-\w+"), "SOCKETS"),
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?"), "TIME"),
-    (re.compile(r"\d[\d,.]*(?: (?:names|images|samples|steps)/s| (?:ms|s|kB|MB|GB)\b)"), "QUANTITY"),
+    (re.compile(r"\d[\d,.]*(?: (?:names|images|samples|steps|batches)/s| (?:ms|s|kB|MB|GB)\b)"), "QUANTITY"),
     (re.compile(r"ETA [\d:]+"), "ETA LEFT"),
     (re.compile(r"samples_per_s [\d,.]+"), "samples_per_s RATE"),
     (re.compile(r"\bprocess \d+"), "process PID"),

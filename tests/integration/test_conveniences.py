@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import Cli
@@ -81,53 +80,6 @@ def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fa
     run_cli: Cli, warm_cluster: str
 ) -> None:
     assert_equal_after_a_fault(run_cli, warm_cluster, WORKLOAD, {"precision": "bf16"}, {"steps": 12}, 6)
-
-
-ACCUMULATING = """
-import os, signal
-import torch
-
-
-def train(ctx, epochs=3, die_at=0):
-    torch.manual_seed(0)
-    model = ctx.prepare(torch.nn.Linear(4, 1))
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
-    loader = ctx.loader(data, batch_size=8)
-    resumed = ctx.resume(model=model, optimizer=optimizer, taken=(taken := Taken()))
-    step = resumed.step if resumed else 0
-    for epoch in ctx.epochs(epochs):
-        for (rows,) in loader:
-            ctx.backward((model(rows).float() - 1).pow(2).mean())
-            taken.steps += ctx.step(optimizer, clip=1.0)
-            step += 1
-            ctx.checkpoint(model=model, optimizer=optimizer, step=step, taken=taken, last=step == epochs * len(loader))
-            if step == die_at and ctx.attempt == 1:
-                ctx.close()
-                torch.distributed.barrier()
-                if ctx.rank == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-    return {"steps": step, "taken": taken.steps}
-
-
-class Taken:
-    steps = 0
-
-    def state_dict(self):
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-"""
-
-
-@pytest.mark.long
-def test_run_that_is_killed_within_an_accumulation_window_ends_with_equal_weights(
-    run_cli: Cli, warm_cluster: str
-) -> None:
-    """Four batches an epoch in windows of three: the rank dies in the second batch of the window after step 4."""
-    result = {"steps": 12, "taken": 6}
-    assert_equal_after_a_fault(run_cli, warm_cluster, ACCUMULATING, {"accumulate": 3}, result, 4)
 
 
 def record(run: Path) -> dict[str, Any]:

@@ -98,19 +98,6 @@ def test_function_is_scored_and_that_of_another_user_is_not_called(run_cli: Cli,
         assert refused.rc == 2 and "its cluster, env, evaluate and options of stores are not used" in refused.stderr
 
 
-@pytest.mark.long
-def test_model_that_crashes_has_no_scores(run_cli: Cli, warm_cluster: str) -> None:
-    on = trained_own(run_cli, warm_cluster, 3, 5)
-    crashed = run_cli("evaluate", "w3", "--against", "w5", *on)
-    assert crashed.rc == 0 and crashed.stdout.splitlines()[0].split() == ["METRIC", "w3", "w5"]
-    assert "w5 has no scores: the evaluation failed: rank" in crashed.stderr
-    alone = run_cli("evaluate", "w5", *on)
-    assert alone.rc == 1 and "error: the evaluation failed: rank" in alone.stderr
-    kept = list((run_cli.folder / "runs" / ".evaluations").iterdir())
-    assert len(kept) == 2 and str(kept[0].parent) in alone.stderr
-    assert not [line for line in run_cli("results", "list").stdout.splitlines() if ".evaluations" in line]
-
-
 def _can_unshare() -> bool:
     command = ["unshare", "--mount", "true"]
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0

@@ -158,19 +158,6 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
 
 
-@pytest.mark.long
-def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
-    running = trainer.start("--run-id", "lost", every_steps=4, failure={"max_losses": 1})
-    running.wait_for("under way")
-    worker_of(running).kill()
-    ended = running.finish()
-    assert ended.rc == 0, ended.stderr
-    first, second = sorted({int(step) for step in re.findall(r"begins after step (\d+) with 2", ended.stdout)})
-    assert first == 0
-    assert second in range(4, 40, 4)  # that of step 8 may still have been on its way
-    assert [attempt["outcome"] for attempt in trainer.record("lost")["attempts"]] == ["failed", "succeeded"]
-
-
 @pytest.fixture
 def two_workers(up_cluster: DaskCluster) -> DaskCluster:
     for _ in range(2):
@@ -205,23 +192,11 @@ def polls(ctx, then, every=5, pause_s=0.02):
         told = ctx.mean(float(ctx.preempted)) > 0  # all ranks come to the same answer
         if told and then == "return":
             return {"step": step}
-        if told and then == "exit":
-            raise SystemExit(75)
-        if told and then == "complete":
-            ctx.checkpoint(model=model, step=step, last=True)
-            return {"step": step}
         if every and step % every == 0:
             ctx.checkpoint(model=model, step=step)
         if step == 10:
             print("under way", flush=True)
         time.sleep(pause_s)
-
-
-def handles(ctx):
-    """Has a handler of its own for SIGTERM, which ends it when it has seen to its state."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-    print("under way", flush=True)
-    time.sleep(1000)
 
 
 def leaves(ctx):
@@ -270,26 +245,11 @@ def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(pol
     assert poller.record("polled")["status"] == "succeeded"
 
 
-@pytest.mark.long
-def test_function_that_exits_with_75_has_seen_to_its_state_itself(poller: Poller) -> None:
-    ended, record = poller.told_to_go("exits", then="exit", every=0)
-    assert (ended.rc, record["status"], record["checkpoints"]) == (75, "preempted", []), ended.stderr
-    assert "it has saved its state: run it again to continue" in ended.stderr
-    ended, record = poller.told_to_go("handles", function="handles")
-    assert (ended.rc, record["status"]) == (75, "preempted"), ended.stderr
-
-
 def test_function_that_returns_with_nothing_saved_has_been_cancelled_and_says_so(poller: Poller) -> None:
     ended, record = poller.told_to_go("unsaved", then="return", every=0)
     assert (ended.rc, record["status"]) == (143, "cancelled"), ended.stderr
     advice = "ctx.checkpoint; if it has saved its state itself, raise SystemExit(75)"
     assert f"has saved no checkpoint with {advice}" in ended.stderr
-
-
-@pytest.mark.long
-def test_function_that_has_saved_its_last_step_has_succeeded_though_it_was_to_end(poller: Poller) -> None:
-    ended, record = poller.told_to_go("complete", then="complete")
-    assert (ended.rc, record["status"]) == (0, "succeeded"), ended.stderr
 
 
 def test_rank_that_exits_with_75_alone_is_named_as_the_cause(poller: Poller) -> None:

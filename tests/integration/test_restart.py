@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import PATIENCE_S, Cli, Finished, Running
+from tests.conftest import Cli, Finished, Running
 from tests.servers.dask_cluster import DaskCluster, up_cluster
 
 __all__ = ["up_cluster"]
@@ -167,46 +166,6 @@ def test_auto_resumes_what_failed_and_starts_afresh_after_a_success(trainer: Tra
     )
 
 
-@pytest.mark.long
-def test_damaged_newest_checkpoint_gives_way_to_the_one_before(trainer: Trainer) -> None:
-    assert trainer.train("--run-id", "undisturbed").rc == 0
-    assert trainer.train("--run-id", "damaged", die_in=4).rc == 1
-    newest = trainer.cli.folder / "runs/damaged/checkpoints/step-3/model.safetensors"
-    data = bytearray(newest.read_bytes())
-    data[-1] ^= 1
-    newest.write_bytes(data)
-    resumed = trainer.train("--resume", "damaged", die_in=4)
-    assert resumed.rc == 0, resumed.stderr
-    assert "checkpoint step-3 is skipped: the SHA-256 of model.safetensors is not" in resumed.stderr
-    assert "resuming with the checkpoint of step 2, epoch 2" in resumed.stderr
-    assert trainer.weights("damaged") == trainer.weights("undisturbed")
-
-
-@pytest.mark.long
-def test_of_two_overlapping_resumes_one_gets_the_run_and_the_other_names_it(trainer: Trainer) -> None:
-    go = trainer.cli.folder / "go"
-    params: dict[str, Any] = {"die_in": 3, "how": "wait", "wait_for": str(go), "always": True}
-    running = trainer.start("--run-id", "night", **params)
-    running.wait_for("waiting")
-    os.kill(running.popen.pid, signal.SIGKILL)
-    running.finish()
-    both = [trainer.start("--resume", "auto", **params) for _ in range(2)]
-    deadline = time.monotonic() + PATIENCE_S
-    while all(each.popen.poll() is None for each in both) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    refused, resumed = sorted(both, key=lambda each: each.popen.poll() is None)
-    ended = refused.finish()
-    assert ended.rc == 6 and "run night is" in ended.stderr and f"process {resumed.popen.pid} on" in ended.stderr
-    cron = trainer.train("--resume", "auto", **params)
-    assert (
-        cron.rc == 6 and f"run night is running: process {resumed.popen.pid} on {socket.gethostname()}" in cron.stderr
-    )
-    go.touch()
-    assert resumed.finish().rc == 0
-    assert os.listdir(trainer.cli.folder / "runs") == ["night"]
-    assert [attempt["outcome"] for attempt in trainer.record("night")["attempts"]] == ["failed", "succeeded"]
-
-
 def test_driver_whose_run_was_taken_over_on_another_host_ends_and_leaves_the_run_alone(trainer: Trainer) -> None:
     running = trainer.start("--run-id", "night", die_in=3, how="wait", wait_for=str(trainer.cli.folder / "go"))
     running.wait_for("waiting")
@@ -217,29 +176,6 @@ def test_driver_whose_run_was_taken_over_on_another_host_ends_and_leaves_the_run
     assert ended.rc == 6 and "run night has been taken over by process 7 on far" in ended.stderr
     assert trainer.record("night")["status"] == record["status"] == "running"
     assert (root / "run.lock").read_text() == "process 7 on far\n"
-
-
-@pytest.mark.long
-def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None:
-    command = ("--run-id", "nightly", "--resume", "auto")
-    failed = trainer.train(*command, die_in=3)
-    assert failed.rc == 1 and "starting a new run: no earlier run has this id" in failed.stderr
-    resumed = trainer.train(*command, die_in=3)
-    assert resumed.rc == 0 and "continuing run nightly, which failed" in resumed.stderr
-    record = trainer.record("nightly")
-    done = trainer.train(*command, die_in=3)
-    assert (done.rc, done.stdout) == (0, "")
-    assert done.stderr == "ddptrain: run nightly has succeeded: there is nothing left to do\n"
-    told = trainer.train(*command, "--output", "json", die_in=3)
-    last = json.loads(told.stdout.splitlines()[-1])
-    assert (told.rc, last["event"], last["run_id"], last["exit_code"]) == (0, "run_finished", "nightly", 0)
-    detached = trainer.train(*command, "--detach", die_in=3)
-    assert (detached.rc, detached.stdout) == (0, "nightly\n") and "nothing left to do" in detached.stderr
-    assert trainer.record("nightly") == record
-    further = trainer.train(*command, "--allow-changes", epochs=5, die_in=3)
-    assert further.rc == 0 and "with params.epochs not given (now 5)" in further.stderr
-    assert "resuming with the checkpoint of step 4, epoch 4" in further.stderr
-    assert os.listdir(trainer.cli.folder / "runs") == ["nightly"]
 
 
 def _can_unshare() -> bool:

@@ -99,30 +99,6 @@ def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path, war
     assert run_json(tmp_path)["name"] == "probe"
 
 
-def test_module_fails_with_its_own_frames_first(run_cli: Cli, tmp_path: Path, warm_cluster: str) -> None:
-    package = tmp_path / "mine" / "deep"
-    package.mkdir(parents=True)
-    shutil.copy(SCRIPTS / "ends.py", package / "__main__.py")
-    said = run_cli("run", "--ranks", "2", "--cluster", warm_cluster, "-m", "mine.deep", "in_torch")
-    assert said.rc == 1
-    first, second = f'File "{package}/__main__.py", line ', "frames of torch ..."
-    assert said.stdout.index(first) < said.stdout.index(second)
-    assert "rank 1 on" in said.stderr and "failed first: RuntimeError: " in said.stderr
-    failure = run_json(tmp_path)["failure"]
-    assert "/torch/nn/modules/container.py" in failure["traceback"]
-    assert "/torch/nn/modules/container.py" not in said.stdout
-
-
-@pytest.mark.long
-def test_error_that_a_script_has_written_down_is_its_failure(run_cli: Cli, tmp_path: Path, warm_cluster: str) -> None:
-    options = ("--ranks", "2", "--cluster", warm_cluster, "--set", "failure.grace_s=1")
-    said = run_cli("run", *options, SCRIPTS / "ends.py", "recorded")
-    assert said.rc == 1
-    assert "rank 1 on" in said.stderr and "failed first: ValueError: written down" in said.stderr
-    failure = run_json(tmp_path)["failure"]
-    assert 'raise ValueError("written down")' in failure["traceback"]
-
-
 def test_detached_script_is_stopped_and_resumed_in_its_run_directory(
     run_cli: Cli, tmp_path: Path, warm_cluster: str
 ) -> None:

@@ -81,19 +81,6 @@ def shared(run_cli: Cli, state: Path) -> Shared:
     return Shared(run_cli, state)
 
 
-@pytest.mark.long
-def test_two_runs_at_once_get_slots_of_their_own(shared: Shared) -> None:
-    runs = [shared.run(name, ranks=1, wait_s=0) for name in ("one", "two")]
-    for run in runs:
-        run.wait_for("holding")
-    held = shared.status()
-    assert (len(held["runs"]), held["free"]) == (2, 0)
-    shared.let_end("one")
-    shared.let_end("two")
-    assert [run.finish().rc for run in runs] == [0, 0]
-    assert shared.status()["runs"] == []
-
-
 def test_line_is_first_come_first_served_and_tells_the_place(shared: Shared) -> None:
     first = shared.run("first")
     first.wait_for("holding")
@@ -142,18 +129,3 @@ def test_driver_that_dies_gives_its_slots_back_but_no_slot_has_two_ranks(shared:
     shared.let_end("following")
     ended = following.finish()
     assert ended.rc == 0, ended.stderr
-
-
-@pytest.mark.long
-def test_waiting_driver_that_dies_leaves_the_line(shared: Shared) -> None:
-    holder = shared.run("holder")
-    holder.wait_for("holding")
-    dying = shared.run("dying")
-    dying.wait_for("number 1 in line")
-    patient = shared.run("patient")
-    patient.wait_for("number 2 in line")
-    dying.kill_group()
-    patient.wait_for("number 1 in line")
-    shared.let_end("patient")
-    shared.let_end("holder")
-    assert (holder.finish().rc, patient.finish().rc) == (0, 0)

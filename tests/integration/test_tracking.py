@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -175,28 +174,3 @@ def test_trackers_good_and_bad_follow_a_run_that_fails_and_goes_on(
     record = run_json(run)
     assert record["tracking"]["sink:Recorder"]["url"] == "http://tracker/r"
     assert [attempt["outcome"] for attempt in record["attempts"]] == ["failed", "succeeded"]
-
-
-@pytest.mark.long
-def test_preempted_run_waits_for_its_slow_tracker_within_the_grace(
-    run_cli: Cli, folder: Path, warm_cluster: str
-) -> None:
-    config = write_config(
-        folder,
-        warm_cluster,
-        {"other": [other("Recorder", slow_s=1.5), other("Hanger", 600.0)]},
-        params={"n": 10_000, "pause_s": 0.05},
-        checkpoint={"metric": None, "every_epochs": None, "every_steps": 1000},
-        failure={"grace_s": 8.0},
-    )
-    running = run_cli.start("train", config, "--run-id", "r")
-    running.wait_for("under way")
-    running.popen.send_signal(signal.SIGTERM)
-    done = running.finish()
-    assert done.rc == 75, done.stderr
-    assert "did not call ctx.checkpoint() in time" not in done.stderr
-    assert {name: lines[-1].get("state") for name, lines in records(folder / "runs/r").items()} == {
-        "attempt-1-rank-0": "preempted",
-        "attempt-1-rank-1": "preempted",
-    }
-    assert "sink:Hanger has not ended in time" in done.stderr

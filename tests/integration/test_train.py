@@ -168,25 +168,6 @@ def test_odd_output_reaches_log_and_pipe_whole(on_warm: Trainer) -> None:
     assert sum(line.count("x") for line in shown) >= 10_000_000
 
 
-def test_burst_of_lines_is_complete_and_in_order(on_warm: Trainer) -> None:
-    ended = on_warm.train("burst")
-    for rank in range(2):
-        wanted = [f"{number:06d} of rank {rank}" for number in range(20000)]
-        assert on_warm.log(rank).splitlines() == wanted
-        assert [line[9:] for line in ended.stdout.splitlines() if line.startswith(f"[rank {rank}] ")] == wanted
-
-
-@pytest.mark.long
-def test_launches_at_the_same_time_do_not_collide(trainer: Trainer) -> None:
-    config = trainer.config("steps", params={"pause": 0.2})
-    started = [trainer.cli.start("train", config) for _ in range(2)]
-    ended = [running.finish() for running in started]
-    assert [one.rc for one in ended] == [0, 0], [one.stderr for one in ended]
-    assert len(trainer.run_dirs()) == 2
-    for folder in trainer.run_dirs():
-        assert "sum 3 of 2" in (folder / "logs/rank-0.log").read_text()
-
-
 def test_embedded_cluster_listens_on_loopback_only(trainer: Trainer) -> None:
     running = trainer.cli.start("train", trainer.config("steps", params={"until": "go"}))
     running.wait_for("ddptrain: training")

@@ -18,7 +18,6 @@ from tests.servers.wandb_runs import plain
 from tests.servers.wandb_training import Training
 
 STEPS = [*range(1, 41)]
-PETNAMES = Path(__file__).parents[2] / "configs" / "petnames-wandb.yaml"
 
 
 @pytest.fixture
@@ -82,30 +81,6 @@ def test_shared_mode_is_one_run_with_a_client_of_each_rank(backend: Backend, tra
     assert told["mode"] == "shared"
     assert told["url"].endswith(f"/{run.id}")
     assert told["url"] in training.cli("results", "show", "latest").stdout
-
-
-@pytest.mark.long
-def test_process_mode_is_a_run_of_each_rank_in_one_group(backend: Backend, training: Training) -> None:
-    names = [f"{first}{last}" for first in ("rex", "bella", "max") for last in "aeiou"]
-    (training.folder / "few.txt").write_text("\n".join(names))
-    settings = ["params.names=few.txt", "params.epochs=3", "params.batch_size=2", "tracking.wandb.mode=process"]
-    options = [word for setting in [*settings, "tracking.wandb.log_every=1"] for word in ("--set", setting)]
-    ended = training.cli("train", PETNAMES, *options, env={**backend.environment, "HOME": str(training.folder)})
-    assert ended.rc == 0, ended.stderr
-    runs = sorted(backend.runs.values(), key=lambda run: str(run.name))
-    assert [run.name for run in runs] == ["rank_0", "rank_1"]
-    assert {run.group for run in runs} == {training.run_dir.name}
-    for rank, run in enumerate(runs):
-        for metric in ("train/loss", "val/loss"):
-            rows = [(row["step"], row[metric]) for row in training.metrics(rank) if metric in row]
-            assert [(row["step"], row[metric]) for row in run.history if metric in row] == rows
-            assert not rows or run.summary[metric]["min"] == min(value for _, value in rows)
-            assert rows or rank, "rank 0 logs both"
-        assert (run.exits, run.tags) == ([0], ["lstm"])
-    artifact = backend.artifact(f"checkpoint_{training.run_dir.name}")
-    assert artifact.state == "COMMITTED"
-    assert any(name.endswith("model.safetensors") for name in artifact.files)
-    training.assert_key_is_nowhere(ended)
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from urllib.parse import parse_qs, urlsplit
 
 _LOOPBACK = "127.0.0.1"
 _CHUNK = 65536
-_GATHER_S = 30.0
 _ENTITY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>injected by the test</Message></Error>"
 
 Kind = Literal["any", "list", "get", "head", "put"]
@@ -30,19 +28,17 @@ Kind = Literal["any", "list", "get", "head", "put"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to the requests of `kind` whose path holds `match`: to a share, or to the first N, or both.
+    """What happens to the requests of `kind`: to a share, or to the first N, or both.
 
     `status` answers with that code; `reset` breaks the connection without a word; `truncate` sends the head and half
-    of the body, then breaks it; `stall` answers after `delay_s`. `each` is how many requests of every single path are
-    concerned (1: each fails once). The first fault that fits wins.
+    of the body, then breaks it; `stall` answers after `delay_s`. The first fault that fits
+    wins.
     """
 
     action: Literal["status", "reset", "truncate", "stall"]
     kind: Kind = "any"
     share: float = 1.0
     first: int | None = None
-    each: int | None = None
-    match: str = ""
     status: int = 503
     delay_s: float = 0.0
 
@@ -59,26 +55,21 @@ class FaultProxy:
         """Where it listens, as an endpoint."""
         return f"http://{_LOOPBACK}:{self.port}"
 
-    def inject(self, *faults: Fault, latency_s: float = 0.0, quick: int = 0, seed: int = 0, at_once: int = 0) -> None:
+    def inject(self, *faults: Fault, latency_s: float = 0.0, quick: int = 0, seed: int = 0) -> None:
         """Break requests like this from now on, in place of what was told before.
 
-        All answers but the next `quick` ones are delayed by `latency_s`. Until `at_once` requests have been under way
-        at one time, none is answered for half a minute.
+        All answers but the next `quick` ones are delayed by `latency_s`.
         """
         told = [dataclasses.asdict(fault) for fault in faults]
-        self._ask({"faults": told, "latency_s": latency_s, "quick": quick, "seed": seed, "at_once": at_once})
+        self._ask({"faults": told, "latency_s": latency_s, "quick": quick, "seed": seed})
 
     def counts(self) -> dict[str, int]:
         """The requests that have come, by kind: list, get, head, put, other; `faults`: those that were broken."""
         return self._ask({})
 
-    def most_at_once(self) -> int:
-        """How many requests were under way at one time, since the last `reset()`."""
-        return self._ask({"what": "most"})["most"]
-
     def reset(self) -> None:
         """Count from zero, and break nothing any more."""
-        self._ask({"faults": [], "latency_s": 0.0, "quick": 0, "seed": 0, "at_once": 0, "reset": True})
+        self._ask({"faults": [], "latency_s": 0.0, "quick": 0, "seed": 0, "reset": True})
 
     def _ask(self, order: dict[str, object]) -> dict[str, int]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -135,60 +126,36 @@ class _Faults:
         self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self.latency_s = 0.0
-        self.quick = self.at_once = 0
-        self.under_way = self.most = 0
-        self._met: Counter[tuple[int, str]] = Counter()  # (fault, path or "") -> requests that it concerned
+        self.quick = 0
+        self._met: Counter[int] = Counter()  # fault -> requests that it concerned
         self._random = random.Random(0)
 
     def tell(self, order: dict[str, object]) -> dict[str, int]:
         if order.get("reset"):
             self.counts.clear()
-            self.most = self.under_way
         if isinstance(faults := order.get("faults"), list):
             self.faults = [Fault(**fault) for fault in faults]
             self.latency_s = float(str(order["latency_s"]))
-            self.quick, self.at_once = int(str(order["quick"])), int(str(order["at_once"]))
+            self.quick = int(str(order["quick"]))
             self._random = random.Random(str(order["seed"]))
             self._met.clear()
-        return {"most": self.most} if order.get("what") == "most" else dict(self.counts)
-
-    @contextmanager
-    def a_request(self) -> Iterator[None]:
-        """Counts one as under way until the block ends."""
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        try:
-            yield
-        finally:
-            self.under_way -= 1
+        return dict(self.counts)
 
     def delay_s(self) -> float:
         """Of the next answer."""
         self.quick -= 1
         return self.latency_s if self.quick < 0 else 0.0
 
-    async def gathered(self) -> None:
-        """Wait until as many are under way at one time as was told, or for half a minute."""
-        deadline = time.monotonic() + _GATHER_S
-        while self.most < self.at_once and time.monotonic() < deadline:  # noqa: ASYNC110 - orders change both
-            await asyncio.sleep(0.01)
-
     def next(self, request: _Request) -> Fault | None:
         self.counts[request.kind] += 1
         for position, fault in enumerate(self.faults):
-            if fault.kind not in {"any", request.kind} or fault.match not in request.target:
+            if fault.kind not in {"any", request.kind} or self._met[position] == fault.first:
                 continue
-            if self._random.random() < fault.share and self._has_turn(position, fault, request.target):
+            if self._random.random() < fault.share:
+                self._met[position] += 1
                 self.counts["faults"] += 1
                 return fault
         return None
-
-    def _has_turn(self, position: int, fault: Fault, path: str) -> bool:
-        limits = [((position, ""), fault.first), ((position, path), fault.each)]
-        if any(limit is not None and self._met[key] >= limit for key, limit in limits):
-            return False
-        self._met.update(key for key, limit in limits if limit is not None)
-        return True
 
 
 class _Relay:
@@ -218,12 +185,7 @@ class _Relay:
         """Relay one request and its answer; false where the connection is over."""
         request = _parsed(await self._reader.readuntil(b"\r\n\r\n"))
         body = await self._reader.readexactly(request.body_bytes)
-        with self._faults.a_request():
-            return await self._answer(request, body)
-
-    async def _answer(self, request: _Request, body: bytes) -> bool:
         fault = self._faults.next(request)
-        await self._faults.gathered()
         await asyncio.sleep(self._faults.delay_s())
         if fault is not None and fault.action == "stall":
             await asyncio.sleep(fault.delay_s)

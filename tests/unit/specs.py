@@ -5,17 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ddptrain.config.rank_settings import StepProfile
 from ddptrain.config.run_config import CheckpointConfig, FailureConfig, PrepareConfig, RunConfig
 from ddptrain.driver.rank_specs import rank_sections
-from ddptrain.protocol.rank_spec import (
-    Code,
-    HostSettings,
-    Placement,
-    ProcessGroup,
-    RankSpec,
-    StepProfile,
-    sections,
-)
+from ddptrain.protocol.rank_spec import Code, HostSettings, Placement, ProcessGroup, RankSpec, sections
 
 _SPEC = RankSpec(
     run_id="r-1",

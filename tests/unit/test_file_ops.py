@@ -109,6 +109,17 @@ def test_next_temp_folder_deletes_those_of_killed_processes(tmp_path: Path) -> N
         os.close(descriptor)
 
 
+def test_folder_is_private_if_nobody_else_may_enter_it_and_it_is_ours(tmp_path: Path) -> None:
+    (tmp_path / "file").touch(mode=0o600)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    assert file_ops.why_not_private(tmp_path / "mine", (tmp_path / "mine").stat()) == ""
+    assert "must belong to user" in file_ops.why_not_private(tmp_path / "file", (tmp_path / "file").stat())
+    (tmp_path / "mine").chmod(0o710)
+    assert "with mode 0710, but" in file_ops.why_not_private(tmp_path / "mine", (tmp_path / "mine").stat())
+    others = os.stat_result((stat.S_IFDIR | 0o700, 0, 0, 2, os.geteuid() + 1, 0, 0, 0, 0, 0))
+    assert f"of user {os.geteuid() + 1} " in file_ops.why_not_private(tmp_path, others)
+
+
 def test_private_folder_has_private_parents_whatever_the_umask(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o755)
     before = os.umask(0)

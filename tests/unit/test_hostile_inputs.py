@@ -24,7 +24,7 @@ from ddptrain.protocol import events
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, read_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
-from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.results.layout import safe_relative, step_name, step_of, valid_run_id
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord
 from ddptrain.results.run_writer import RunWriter
@@ -198,7 +198,7 @@ MANIFEST = {
 @EXAMPLES
 @given(manifest=damaged_bytes(MANIFEST))
 def test_manifest_vouches_for_its_checkpoint_or_is_passed_over(folder: Path, manifest: bytes) -> None:
-    layout = RunLayout(folder)
+    layout = Run(folder)
     checkpoint = layout.checkpoints_dir / "step-3"
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / "model.safetensors").write_bytes(b"w")

@@ -170,6 +170,22 @@ def test_no_import_is_relative() -> None:
     assert not relative, "\n".join(relative)
 
 
+WITHOUT_CIRCLES = (HALL, "config", "protocol", "storage", "tracking", "worker", "rank", "clusters", "driver")
+
+
+def test_modules_import_each_other_in_no_circle_also_for_type_checkers() -> None:
+    files = [file for room in WITHOUT_CIRCLES for file in {item.file for item in imports_of(room)}]
+    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in files}
+    above: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        words = {word for node in ast.walk(ast.parse(file.read_text())) for word in imported_names(node)}
+        above[name] = {word if word in modules else word.rpartition(".")[0] for word in words} & modules.keys()
+    while leaves := [name for name, others in above.items() if not others & above.keys()]:
+        for name in leaves:
+            del above[name]
+    assert not above, "these modules are in a circle, or import one"
+
+
 def test_import_inside_a_function_is_seen() -> None:
     tree = ast.parse("def f():\n    if x:\n        from ddptrain.rank import context\n        import torch.nn")
     found = list(walk(tree, PACKAGE / "x.py", lazy=False))

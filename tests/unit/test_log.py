@@ -92,20 +92,6 @@ def test_long_values_are_cut(lines: list[str]) -> None:
     assert without_time(lines[0]) == 'INFO driver x text="' + "y" * 2000 + '... (3000 characters)"'
 
 
-def test_traceback_follows_in_indented_lines_without_secrets() -> None:
-    log.set_context(secrets=["hunter22"])
-    try:
-        raise ValueError("hunter22\x1b[2J")
-    except ValueError:
-        record = logging.LogRecord("ddptrain.driver", logging.INFO, "f", 1, "failed", None, sys.exc_info())
-    finally:
-        text = log.LineFormatter().format(record)
-        log.set_context(secrets=())
-    first, *trace = text.splitlines()
-    assert first.endswith("INFO driver failed")
-    assert trace[0] == "    Traceback (most recent call last):" and trace[-1] == "    ValueError: <left out>"
-
-
 def test_level_is_that_of_the_most_talkative_handler_and_nothing_is_left_behind() -> None:
     logger = logging.getLogger("ddptrain")
     before = logger.level

@@ -101,7 +101,7 @@ def test_readme_is_short_and_shows_a_recording_and_a_report() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme.encode()) <= 7000
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", readme)
-    assert pictures == ["docs/images/restart.svg", "docs/images/report.png"]
+    assert pictures == ["docs/images/restart.svg", "docs/images/ui.png"]
     assert sum((ROOT / picture).stat().st_size for picture in pictures) <= 1_500_000
 
 

@@ -42,7 +42,7 @@ def test_tag_wheel_and_readme_of_a_release() -> None:
     assert wheel_problems(NEEDED_FILES, name, "0.2.0") == []
     assert len(wheel_problems((*NEEDED_FILES[1:], "tests/x.py"), name, "0.2.1")) == 3
     commands = readme_commands((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert len(commands) == 3 and commands[0].startswith("ddptrain train petnames")
+    assert len(commands) == 3 and commands[0].startswith("ddptrain init demo")
 
 
 PAGE = """```console

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain import log
 from ddptrain.clusters.security import own_security, write_private_json
+from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import temp_folder
-from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
     from distributed import Scheduler

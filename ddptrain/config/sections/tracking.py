@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ddptrain.config.plugin_names import Registry
+from ddptrain.config.rank_settings import TrackerSpec
 from ddptrain.config.types import FilledText, Seconds, Strict, off_word, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.optional_packages import install_command
-from ddptrain.protocol.rank_spec import TrackerSpec
 
 _FINISH_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."

@@ -25,7 +25,6 @@ from typing import Any
 from ddptrain import ci
 from ddptrain.driver.observers import OPENED
 from ddptrain.errors import ClusterError, ExitCode, UsageError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.secure_files import open_to_append
 
@@ -151,7 +150,7 @@ class ReportBegun:
         """Write the line about the run that is opened to stdout; redirect stdout and stderr to its driver.log."""
         if event["event"] != OPENED:
             return
-        layout, done = RunLayout(Path(event["folder"])), event["done"]
+        layout, done = Run(Path(event["folder"])), event["done"]
         descriptor = os.open(os.devnull, os.O_WRONLY) if done else open_to_append(layout.driver_log)
         log_from = layout.driver_log.lstat().st_size if os.path.lexists(layout.driver_log) else 0
         log = layout.shown_path(layout.driver_log)

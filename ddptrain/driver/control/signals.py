@@ -16,13 +16,14 @@ from types import FrameType
 
 from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import Interrupted
+from ddptrain.protocol.commands import FORWARDED
 
 REQUESTS: dict[int, Request] = {
     signal.SIGINT: Request.END,
     signal.SIGTERM: Request.END,
     signal.SIGHUP: Request.END,
     signal.SIGQUIT: Request.END,
-    signal.SIGUSR1: Request.FORWARD,  # see FORWARDED in protocol/commands.py
+    **dict.fromkeys(FORWARDED, Request.FORWARD),
 }
 MOST = 3  # signals that the run handles
 

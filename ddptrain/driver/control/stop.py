@@ -19,7 +19,7 @@ from ddptrain.driver.control.signals import MOST
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout, valid_run_id
+from ddptrain.results.layout import valid_run_id
 from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run import Run, is_sweep
 from ddptrain.results.run_record import RunStatus
@@ -80,7 +80,7 @@ def _watch(writer: RunWriter, signals: Signals, ended: threading.Event) -> None:
         ended.wait(_LOOK_EVERY_S)
 
 
-def _take_request(layout: RunLayout) -> StopRequest | None:
+def _take_request(layout: Run) -> StopRequest | None:
     """Read and delete the request file; return the request if it is for this process."""
     try:
         # Listing the folder makes a network file system refresh it; opening the file alone does not.
@@ -120,7 +120,7 @@ def _send_signal(request: StopRequest, signals: Signals, ended: threading.Event)
 class StopTarget:
     """A run to stop: `look` returns its state; in the folder `desk` its driver looks for requests."""
 
-    desk: RunLayout
+    desk: Run
     look: Callable[[], Run]
     look_every_s: float = _LOOK_EVERY_S
 
@@ -134,7 +134,7 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
     """
     folders = [folder for folder in (Path(runs_dir, run), Path(run)) if "\0" not in run and is_sweep(folder)]
     if folders:
-        sweep = RunLayout(folders[0].absolute())
+        sweep = Run(folders[0].absolute())
         require_own_folder(sweep.root)
         return StopTarget(sweep, lambda: Run(sweep.root))
     place, name = split_run(run, runs_dir)
@@ -151,7 +151,7 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
             "it has no directory that other hosts see"
         )
     return StopTarget(
-        RunLayout(runs.folder / run_id), lambda: runs.get(run_id) or runs.find(run_id), look_every_s=_STORE_EVERY_S
+        Run(runs.folder / run_id), lambda: runs.get(run_id) or runs.find(run_id), look_every_s=_STORE_EVERY_S
     )
 
 
@@ -200,7 +200,7 @@ def _is_leaving(view: Run) -> bool:
     return view.record.driver.host == socket.gethostname() and bool(ownership.is_held(view.lock_file))
 
 
-def _grace_s(layout: RunLayout) -> float:
+def _grace_s(layout: Run) -> float:
     """Return failure.grace_s of the run."""
     try:
         return float(parsed_config(read_bytes(layout.config_yaml))["failure"]["grace_s"])

@@ -2,7 +2,7 @@
 
 Ranks in lockstep share one row; a rank that is behind or has failed has a row of its own. The last row says what
 the run does and how far it is. rich makes the rows. Its import takes 0.1 s, so that it is imported when the first rank
-has started (docs/adr/0008).
+has started (docs/adr, 8).
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import ExitCode
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord, RunStatus, as_json_data
 from ddptrain.results.time_use import time_use, timed_events
@@ -71,7 +70,7 @@ def summary_lines(view: Run) -> list[str]:
     return text
 
 
-def _next_step(layout: RunLayout, record: RunRecord) -> str:
+def _next_step(layout: Run, record: RunRecord) -> str:
     """Return the commands for a run that has not succeeded: explain, and resume if it has a checkpoint."""
     place = os.path.dirname(layout.where)
     option = "" if os.path.abspath(place) == os.path.abspath(_RUNS_DIR) else f" --runs-dir {shlex.quote(place)}"

@@ -16,8 +16,8 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
+from ddptrain.results.layout import WANDB
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.tracker_records import WANDB, run_argument
 from ddptrain.tracking.wandb_files import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class TrackingSetup:
 
     @property
     def _sync_command(self) -> str:
-        return f"ddptrain results sync {run_argument(self._writer.layout)}"
+        return f"ddptrain results sync {self._writer.layout.argument}"
 
     def _wandb_id(self, online: bool, base_url: str) -> str:
         """Return the id of the W&B run: created once, recorded in run.json, and kept when the run is resumed."""

@@ -25,12 +25,12 @@ from ddptrain.file_ops import temp_folder
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError, results_errors
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import RECORDED, WANDB
 from ddptrain.results.remote.lease import Lease
 from ddptrain.results.remote.stored_runs import forget_run
+from ddptrain.results.remote.uploader import TEMPORARY
 from ddptrain.results.run import Run
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
-from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
 from ddptrain.storage.object_store import ObjectStore, open_folder
 from ddptrain.storage.store import StoreError, is_plain
 from ddptrain.tracking.wandb_files import (
@@ -121,7 +121,7 @@ def sync_run(
         try:
             if not view.is_original:
                 folder = stack.enter_context(temp_folder("ddptrain-sync-"))
-                copy = _StoredRun(open_folder(view.where), RunLayout(folder / "run"))
+                copy = _StoredRun(open_folder(view.where), Run(folder / "run"))
                 view = Run(copy.layout.root, view.record)
                 copy.refresh()
             if not _waiting(view):
@@ -153,19 +153,16 @@ def sync_run(
 
 def _waiting(view: Run) -> list[RunPart]:
     """Return the parts that the server lacks, the oldest first."""
-    return unsent_parts(wandb_parts(view, view.record))
+    return unsent_parts(view.wandb_parts())
 
 
 @contextmanager
-def _locked(layout: RunLayout) -> Iterator[None]:
+def _locked(layout: Run) -> Iterator[None]:
     folder = layout.root / RECORDED
     for each in (layout.tracking_dir, folder):
         make_folder(each)  # refuses what is not a folder of this user
-    held = ownership.Owner(folder / _LOCK).take()
-    try:
+    with ownership.LockFile(folder / _LOCK):
         yield
-    finally:
-        held.release()
 
 
 def _send(view: Run, part: RunPart, env: Mapping[str, str], deadline: float, notice: Callable[[str], None]) -> None:
@@ -275,7 +272,7 @@ class _StoredRun:
     Files are empty until they are fetched, except for state files, which show what was sent.
     """
 
-    def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
+    def __init__(self, store: ObjectStore, layout: Run) -> None:
         self._store, self.layout = store, layout
         self._paths: list[str] = []
         self._states: dict[str, bytes] = {}
@@ -296,8 +293,7 @@ class _StoredRun:
     def locked(self, view: Run, deadline: float) -> Iterator[None]:
         """Hold the run's lock in the store, with all files that are to be sent; write the states at the end."""
         root = self.layout.root
-        lock = Lease(self._store.below(RECORDED))
-        lock.take()
+        lock = Lease(self._store.below(RECORDED)).take()
         # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
         lock.keep()
         try:

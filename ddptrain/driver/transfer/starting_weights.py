@@ -25,8 +25,8 @@ from ddptrain.protocol.rank_spec import (
     with_weights,
 )
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.recorded_config import parsed_config
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import make_folder, read_bytes
 
 _MODEL_FILE = "model.safetensors"
@@ -73,7 +73,7 @@ def fetch_weights(resolved: ResolvedConfig, resumed: Path | None) -> tuple[Resol
         return resolved, None
     before = _recorded(resumed) if resumed is not None else None
     reference = str(before if same_model(before, wanted) else wanted)
-    if reference == before and resumed is not None and _is_complete(RunLayout(resumed).inputs_dir, reference):
+    if reference == before and resumed is not None and _is_complete(Run(resumed).inputs_dir, reference):
         return _pinned(resolved, reference), None
     registry = ModelRegistry.open(config.models.dir)
     try:
@@ -112,7 +112,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
 def _recorded(run_dir: Path) -> str | None:
     """Return the parameter `weights` in the config.yaml of a run; None if there is none."""
     try:
-        params = parsed_config(read_bytes(RunLayout(run_dir).config_yaml)).get("params")
+        params = parsed_config(read_bytes(Run(run_dir).config_yaml)).get("params")
     except OSError:
         return None
     weights = params.get(PARAM) if isinstance(params, Mapping) else None

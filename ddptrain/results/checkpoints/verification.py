@@ -18,7 +18,8 @@ from typing_extensions import TypedDict
 
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged, ResultsError
-from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
+from ddptrain.results.layout import MANIFEST, checkpoint_folders
+from ddptrain.results.run import Run
 from ddptrain.results.secure_files import read_bytes
 
 # The file is missing, or is another kind of file. Other errors (EIO, ESTALE) say nothing about the checkpoint.
@@ -101,14 +102,14 @@ def read_manifest(folder: Path) -> VerifiedCheckpoint:
     )
 
 
-def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedCheckpoint | None:
+def newest_verified(run: Run, warn: Callable[[str], None]) -> VerifiedCheckpoint | None:
     """Return the newest checkpoint that matches its manifest, or None; `warn` is called for each one that is skipped.
 
     One that is not finite is returned only if there is no other one. Raises ResultsError if the file system fails for a
     minute: an older checkpoint would lose work that may be intact.
     """
     not_finite = []
-    for folder in checkpoint_folders(layout):
+    for folder in checkpoint_folders(run.checkpoints_dir):
         try:
             if read_manifest(folder).finite:
                 checkpoint = _verify_patiently(folder, warn)

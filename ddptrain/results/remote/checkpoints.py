@@ -16,7 +16,7 @@ from pathlib import Path
 from ddptrain.errors import RunNotFound
 from ddptrain.results.checkpoints.verification import Manifest, parse_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, checkpoint_folders, newest_of_steps, step_of
+from ddptrain.results.layout import BEST, LATEST, MANIFEST, checkpoint_folders, newest_of_steps, step_of
 from ddptrain.results.secure_files import write_file
 from ddptrain.storage.store import Store
 
@@ -33,25 +33,25 @@ class StoredCheckpoints:
     Other threads may change the working folder at the same time.
     """
 
-    def __init__(self, store: Store, layout: RunLayout) -> None:
-        self._store = store
-        self._layout = layout
+    def __init__(self, store: Store, root: Path, before_manifest: Callable[[], object]) -> None:
+        """root: the working folder. before_manifest: called when a checkpoint lacks only its manifest."""
+        self._store, self._root, self._folder = store, root, root / CHECKPOINTS
+        self._before_manifest = before_manifest
         self._stored: set[str] | None = None  # the folders of complete checkpoints in the store
         self._objects: set[str] = set()
         self._pointers: dict[str, bytes] = {}
         self._uploads = 0
 
-    def sync(self, before_upload: Callable[[], object]) -> bool:
+    def sync(self) -> bool:
         """Upload one new checkpoint and the pointers, and delete what the folder no longer has.
 
-        before_upload: called before the new checkpoint is uploaded. Returns whether there was one. Raises StoreError.
+        Returns whether there was a new one. Raises StoreError.
         """
         if self._stored is None:
             self._objects = set(self._store.files(CHECKPOINTS))
             found = _manifests(self._store, self._objects)
             self._stored = {name for name, each in found.items() if _objects(name, each).keys() <= self._objects}
         if (name := self._next()) is not None:
-            before_upload()
             self._upload(name)
         self._update_pointers()
         self._prune()
@@ -64,7 +64,7 @@ class StoredCheckpoints:
         return complete and all(self._pointers.get(name, b"") == self._pointer(name) for name in (LATEST, BEST))
 
     def _local(self) -> set[str]:
-        return {folder.name for folder in checkpoint_folders(self._layout) if (folder / MANIFEST).is_file()}
+        return {folder.name for folder in checkpoint_folders(self._folder) if (folder / MANIFEST).is_file()}
 
     def _next(self) -> str | None:
         """Return the checkpoint to upload next: the newest, every second time the best; None if none is left."""
@@ -75,10 +75,12 @@ class StoredCheckpoints:
 
     def _upload(self, name: str) -> None:
         """Upload a checkpoint: files first, then the manifest."""
-        with _linked_files(self._layout, name) as folder:
+        with _linked_files(self._root, name) as folder:
             if folder is None:
                 return  # deleted meanwhile
             for file in sorted(os.listdir(folder), key=MANIFEST.__eq__):
+                if file == MANIFEST:
+                    self._before_manifest()
                 self._store.write(f"{CHECKPOINTS}/{name}/{file}", folder / file)
                 self._objects.add(f"{CHECKPOINTS}/{name}/{file}")
         if self._stored is not None:
@@ -86,7 +88,7 @@ class StoredCheckpoints:
 
     def _pointer(self, name: str) -> bytes:
         try:
-            return (self._layout.checkpoints_dir / name).read_bytes()
+            return (self._folder / name).read_bytes()
         except OSError:
             return b""
 
@@ -120,20 +122,20 @@ class StoredCheckpoints:
 
 
 @contextmanager
-def _linked_files(layout: RunLayout, name: str) -> Iterator[Path | None]:
+def _linked_files(root: Path, name: str) -> Iterator[Path | None]:
     """Yield a folder with hard links to the files of a checkpoint, so that they stay if the checkpoint is deleted.
 
     Yields None if the checkpoint does not exist any more.
     """
-    target = layout.root / OUTGOING / name
+    source, target = root / CHECKPOINTS / name, root / OUTGOING / name
     shutil.rmtree(target, ignore_errors=True)
     try:
         with results_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            shutil.copytree(layout.checkpoints_dir / name, target, copy_function=_link)
+            shutil.copytree(source, target, copy_function=_link)
         except OSError:
-            if (layout.checkpoints_dir / name).exists():
+            if source.exists():
                 raise
             yield None
         else:

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 
 from pydantic import TypeAdapter
 
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.host_identity import this_host
 from ddptrain.log import Log
+from ddptrain.results.ownership import Owner
 from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Limits, NoConditionalWrites, StoreError, Versioned, WriteConflict
 
@@ -73,27 +75,22 @@ def claim_from(data: bytes | None) -> Claim | None:
     return None
 
 
-class Lease:
-    """Holds the lock of a run; `store` is the run's folder."""
+class Lease(Owner):
+    """Holds the lock of a run; `store` is the run's folder. before: the claim of the previous owner, after take()."""
 
     def __init__(self, store: ObjectStore, *, refresh_s: float = _REFRESH_S) -> None:
-        self.store = store
+        super().__init__()
+        self.store, self.every_s = store, refresh_s
+        self.before: Claim | None = None
         self.claim = Claim.of_this_process()
         self._folder = store.with_limits(_LIMITS)
-        self._refresh_s = refresh_s
         self._clock: tuple[float, float] | None = None  # the store's time, and when it was that by the monotonic clock
         self._last_written: Versioned | None = None  # the file as this process wrote it last
         self._owned_until_s = 0.0
         self._mutex = threading.RLock()
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._lost: Callable[[DdptrainError], None] = lambda error: None
 
-    def take(self) -> Claim | None:
-        """Write the claim if no other driver has the lease; return the previous claim.
-
-        Raises RunLocked; UsageError for a store without conditional writes; StoreError.
-        """
+    def take(self) -> Self:
+        """See Owner: write the claim if no other process has the lease."""
         self._stopped.clear()
         if self._clock is None:
             try:
@@ -113,23 +110,22 @@ class Lease:
                 self._write(stored)
                 holder = f"process {before.pid} on {before.host}" if before else None
                 _log.info("lease of the run taken", store=self.store.url, before=holder)
-                return before
-
-    def keep(self, lost: Callable[[DdptrainError], None] = lambda error: None) -> None:
-        """Renew the lease in a thread; `lost` is called once if another driver has taken the run."""
-        self._lost = lost
-        self._thread = threading.Thread(target=self._refresh, name="ddptrain-lock", daemon=True)
-        self._thread.start()
+                self.before = before
+                return self
 
     def assure(self) -> None:
-        """Check that no other driver can have the lease. A lease that may have expired (SIGSTOP) is renewed first.
-
-        Raises RunLocked, StoreError.
-        """
+        """See Owner: a lease that may have expired (SIGSTOP) is renewed first."""
         if self._stopped.is_set():
             raise RunLocked(f"this process does not hold run {self.store.url} any more")
         if _elapsed_s() > self._owned_until_s:
-            self._renew()
+            self.renew()
+
+    def holder(self) -> str:
+        """See Owner."""
+        claim = None
+        with suppress(StoreError):
+            claim = claim_from(self.store.read(LOCK))
+        return f"process {claim.pid} on {claim.host}" if claim else ""
 
     def release(self, *, forget: bool = False) -> None:
         """Stop renewing, and mark the lock as released; `forget` deletes the file. Raises nothing."""
@@ -137,29 +133,17 @@ class Lease:
         run_for(_CLOSE_S, lambda: self._release(forget))
 
     def _release(self, forget: bool) -> None:
-        self._lost = lambda error: None
         if self._thread is not None:
             self._thread.join(timeout=_CLOSE_S)
         with suppress(DdptrainError):  # if this fails, the lease expires after STALE_S
             if forget:
-                self._renew()
+                self.renew()
                 self.store.remove(LOCK)
             else:
                 self._write(self._last_written, released=True)
 
-    def _refresh(self) -> None:
-        pause_s = self._refresh_s
-        while not self._stopped.wait(pause_s):
-            try:
-                self._renew()
-                pause_s = self._refresh_s
-            except RunLocked:
-                return
-            except StoreError:
-                pause_s = self._refresh_s / 10  # the uploads warn about a store that does not answer
-
-    def _renew(self) -> None:
-        """Write the claim again, unless another driver has written its own. Raises RunLocked, StoreError."""
+    def renew(self) -> None:
+        """See Owner: write the claim again, unless another process has written its own."""
         with self._mutex:
             try:
                 try:
@@ -172,9 +156,8 @@ class Lease:
                     self._write(stored)
             except (WriteConflict, RunLocked) as error:
                 lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
-                self._stopped.set()
                 _log.info("lease of the run lost", store=self.store.url, error=lost)
-                self._lost(lost)
+                self._lose(lost)
                 raise lost from None
 
     def _write(self, before: Versioned | None, *, released: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import re
@@ -23,26 +24,25 @@ from ddptrain.log import Log
 from ddptrain.results.annotations import FILE as ANNOTATIONS
 from ddptrain.results.annotations import Annotations, Change, edit_folder, edit_stored
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import INPUTS, LATEST, MANIFEST, Origin, origin_of, valid_run_id
+from ddptrain.results.layout import INPUTS, LATEST, MANIFEST, RECORDED, Origin, origin_of, valid_run_id
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, download_checkpoints, download_model, download_newest
 from ddptrain.results.remote.lease import LOCK, Claim, Lease, claim_from
 from ddptrain.results.remote.uploader import Uploader, grows, joined
 from ddptrain.results.run import Run
-from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
+from ddptrain.results.run_record import SWEEP, RecordError, RunRecord, RunStatus
 from ddptrain.results.runs import Runs
-from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.object_store import ObjectStore
-from ddptrain.storage.store import Listed, NotFound, StoreError, WriteConflict, is_plain
+from ddptrain.storage.store import Listed, NotFound, StoreError, TooLarge, WriteConflict, is_plain
 from ddptrain.tracking.wandb_files import LINKS
 
 MARK = ".pruned.json"  # in a run whose deletion has begun
 INDEX = ".index.json.gz"  # beside the runs
 _RECORD = "run.json"
 _SWEEP = "sweep.json"
-_LINKS = f"{RECORDED}/{LINKS}"
+_SMALL = (_RECORD, ANNOTATIONS, f"{RECORDED}/{LINKS}")  # the files that a list needs
 _FOLLOW_EVERY_S = 3.0
 _THREADS = 16
-_FEW = 100  # runs that have no index: a listing of all their files is quick, and exact
+_FEW = 100  # runs that have no index: to read their records is quick
 _LARGEST_INDEXED = 64 << 10  # bytes of a record
 _CONTINUED = ("run.json", "sweep.json", "config.yaml", "*.jsonl", "logs/*", f"{INPUTS}/*")
 _log = Log(__name__)
@@ -64,7 +64,9 @@ class StoredRun(Run):
         """store: the folder of the run. files: all of them, if they are known. texts: small files of an indexed run."""
         super().__init__(root)
         self.store = store
-        self._texts = texts or {}
+        self._small: dict[str, bytes | None] = {}  # what was read of the files that a list needs
+        if texts is not None:
+            self._small = {name: texts[name].encode() if name in texts else None for name in _SMALL}
         if files is not None:
             self.files = joined(files)
 
@@ -79,10 +81,13 @@ class StoredRun(Run):
     @property
     def is_sweep(self) -> bool:
         """See Run."""
-        return _SWEEP in (self._texts or self.files)
+        return self.kind == SWEEP
+
+    def _kind(self) -> str:
+        return SWEEP if _SWEEP in self.files else ""
 
     def file(self, name: str) -> Path:
-        """See RunLayout."""
+        """See Run."""
         if (objects := self.files.get(name)) is not None and is_plain(name):
             try:
                 _fetch_changed(self.store, name, objects, self.root / name)
@@ -93,19 +98,25 @@ class StoredRun(Run):
         return self.root / name
 
     def read(self, name: str) -> bytes:
-        """See Run."""
-        if self._texts:
-            if name not in self._texts:
-                raise FileNotFoundError(name)
-            return self._texts[name].encode()
-        return super().read(name)
+        """See Run. The files that a list needs are not copied: the other files are not listed for them."""
+        if name not in _SMALL:
+            return super().read(name)
+        if name not in self._small:
+            is_missing = "files" in self.__dict__ and name not in self.files
+            try:
+                self._small[name] = None if is_missing else self.store.read(name)
+            except TooLarge as error:
+                raise OSError(errno.EFBIG, str(error)) from error
+        if (data := self._small[name]) is None:
+            raise FileNotFoundError(errno.ENOENT, "it does not exist", name)
+        return data
 
     def _has_driver(self, record: RunRecord) -> bool:
         claim = claim_from(self.store.read(LOCK))
         return claim is not None and claim.is_held()
 
     def names_in(self, folder: str) -> dict[str, int]:
-        """See RunLayout: also files that are not downloaded."""
+        """See Run: also files that are not downloaded."""
         inside = {name: objects for name, objects in self.files.items() if name.startswith(f"{folder}/")}
         sizes = {name: sum(each.size_bytes for each in objects.values()) for name, objects in inside.items()}
         return {name[len(folder) + 1 :]: size_bytes for name, size_bytes in sizes.items()}
@@ -168,11 +179,12 @@ class StoredRun(Run):
         try:
             if self._has_driver(self.record):
                 return {}  # it may have ended before, and is being continued
-            texts = {
-                name: self.read(name).decode() for name in (_RECORD, ANNOTATIONS, _LINKS, _SWEEP) if name in self.files
-            }
-            has_ended = RunRecord.from_json(texts[_RECORD]).status != RunStatus.RUNNING
-        except (StoreError, OSError, ValueError, KeyError):  # the list is shown all the same
+            record, texts = RunRecord.from_json(self.read(_RECORD)), {}
+            for name in _SMALL if record.tracking else (_RECORD, ANNOTATIONS):
+                with suppress(FileNotFoundError):
+                    texts[name] = self.read(name).decode()
+            has_ended = record.status != RunStatus.RUNNING
+        except (StoreError, OSError, ValueError):  # the list is shown all the same
             return {}
         return texts if has_ended and sum(map(len, texts.values())) <= _LARGEST_INDEXED else {}
 
@@ -205,25 +217,27 @@ class StoredRuns(Runs):
     def get(self, run_id: str) -> StoredRun | None:
         """See Runs."""
         run = StoredRun(self.store.below(run_id), _private(self.copies) / run_id)
-        return run if _RECORD in run.files else None
+        with suppress(FileNotFoundError):
+            run.read(_RECORD)
+            return run
+        return None
 
     # --- The list: a store with many runs has an index of those that have ended ---
 
     def list(self, kind: str = "", *, sizes: bool = False) -> list[Run]:
-        """See Runs. With few runs, or `sizes`, from a listing of all files; else from the index, and what it lacks."""
+        """See Runs. From the index, and the records of runs that it lacks; `sizes`: from a listing of all files."""
         _private(self.copies)
         index, before = ({}, None) if sizes else self._index()
-        if index:
-            names = [name for name in self.store.folders() if valid_run_id(name)]
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="ddptrain-copies") as pool:
-                found = [run for run in pool.map(lambda name: self._listed(name, index), names) if run is not None]
-        else:
-            found = [
-                StoredRun(self.store.below(name), self.copies / name, files)
-                for name, files in self._listing().items()
-                if _RECORD in files
-            ]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ddptrain-copies") as pool:
+            if sizes:
+                found = [
+                    StoredRun(self.store.below(name), self.copies / name, files)
+                    for name, files in self._listing().items()
+                    if _RECORD in files
+                ]
+            else:
+                names = [name for name in self.store.folders() if valid_run_id(name)]
+                found = [run for run in pool.map(lambda name: self._listed(name, index), names) if run is not None]
             list(pool.map(_prepare, [run for run in found if run.root.name not in index]))
         names_now = {run.root.name for run in found}
         for folder in file_ops.entries(self.copies):
@@ -295,14 +309,13 @@ class StoredRuns(Runs):
         run = self.store.below(run_id)
         if not resumed and run.read(_RECORD) is not None:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
-        lock = Lease(run)
-        before = lock.take()
+        lock = Lease(run).take()
         uploads = Uploader(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token)
         try:
             lock.keep(uploads.lose)
             self.forget(run_id)
             if resumed:
-                _download_working_folder(run, uploads, before)
+                _download_working_folder(run, uploads, lock.before)
                 Origin(run.url, lock.claim.token).mark(uploads.root)
             with closing(uploads):
                 yield uploads
@@ -351,7 +364,7 @@ def forget_run(run: ObjectStore) -> None:
 
 def _prepare(run: StoredRun) -> None:
     """Read what a list shows of a run."""
-    _ = run.record, run.kind
+    _ = run.record, run.kind, run.annotations
 
 
 def _fetch_changed(run: ObjectStore, path: str, objects: Mapping[str, Listed], target: Path) -> None:
@@ -379,8 +392,7 @@ def _is_interrupted(files: Collection[str]) -> bool:
 @contextmanager
 def _lease(run: ObjectStore) -> Iterator[ObjectStore]:
     """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
-    lock = Lease(run)
-    lock.take()
+    lock = Lease(run).take()
     is_empty = False
     try:
         lock.keep()  # if the lease is lost, `guard` raises at the next change

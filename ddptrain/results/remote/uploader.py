@@ -1,8 +1,8 @@
-"""Uploads a run's working folder to an object store, continuously, in a thread.
+"""Uploads a run's working folder to an object store, continuously: checkpoints in one thread, other files in another.
 
-The folder is compared with what was sent: besides the driver, W&B and other programs write files there. Of a file that
-grows only the new part is sent: its first part is an object of its name, the next ones are `NAME.00001` and so on. Only
-the last part may still grow, until it has PART_BYTES.
+RunWriter says what it has written. W&B, ranks and other programs write files, too: the folder is looked at every few
+seconds, at the beginning (a driver that was killed has left files) and at the end. A file that grows is sent in pieces,
+each byte once: the objects NAME, NAME.00001, NAME.00002 and so on.
 """
 
 from __future__ import annotations
@@ -11,29 +11,32 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
-from ddptrain.results.layout import INCOMING, Origin, RunLayout, files_below
+from ddptrain.results.layout import INCOMING, RECORDED, Origin, files_below
 from ddptrain.results.remote.checkpoints import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.lease import LOCK, run_for
 from ddptrain.results.run_record import RecordError, RunRecord
-from ddptrain.results.tracker_records import TEMPORARY
 from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import Listed, StoreError
+from ddptrain.tracking.wandb_files import SENDING
 
 _log = Log(__name__)
-PART_BYTES = 256 << 10
-_MOST_BYTES = 16 << 20  # of a growing file in a pass: a checkpoint does not wait behind logs
+_PIECE_BYTES = 4 << 20  # at most
+_FULL_BYTES = 1 << 20  # so much is sent at once
+_PIECES_A_S = 5  # the more pieces a file has, the rarer a new one is, so that a day has about 900
+_NUMBERS = ("metrics.jsonl", "events.jsonl")
 _BYTES_PER_S = 1 << 20  # on average, of another file that changes, which is uploaded completely each time
 _SENDERS = 8
 _FLUSH_PAUSE_S = 2.0
 _RECORD = "run.json"
+TEMPORARY = (f"{RECORDED}/cache/", f"{RECORDED}/{SENDING}")  # wandb needs these only during the run
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _PART = re.compile(r"(.+)\.(\d{5})")
 _Fingerprint = tuple[int, int, int]
@@ -73,12 +76,25 @@ class Pace:
 
 
 @dataclass(slots=True)
-class _Part:
-    """The last part of a growing file in the store: its number, and the bytes of the file that it has."""
+class _Growing:
+    """What the store has of a growing file: its first `end` bytes, in so many pieces."""
 
-    number: int = 0
-    begin: int = 0
-    end: int = -1  # nothing is there
+    end: int = 0
+    pieces: int = 0
+    sent_at: float = float("-inf")  # monotonic seconds
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A thread. work: one pass; flushing or not -> whether all is sent, and whether more is due now."""
+
+    name: str
+    work: Callable[[bool], tuple[bool, bool]]
+    flushed: int = 0  # flushes that are complete
+    failures: int = 0  # in a row
+    problem: str = ""
+    thread: threading.Thread | None = None
 
 
 class Uploader:
@@ -93,24 +109,27 @@ class Uploader:
         self.store, self.root = store, root
         self.notes: list[str] = []
         self._token, self._max_failures, self._pace = token, max_failures, pace
-        self._checkpoints = StoredCheckpoints(store, RunLayout(root))
+        self._checkpoints = StoredCheckpoints(store, root, self._send_numbers)
+        self._growing: dict[str, _Growing] | None = None
+        self._changed: dict[str, None] = {}  # other files, in the order of their changes
+        self._has_new_checkpoint = True
+        self._looked_at = float("-inf")
         self._sent: dict[str, _Fingerprint] = {}
         self._sent_at: dict[str, float] = {}  # monotonic seconds
         self._sent_attempts = 0
-        self._parts: dict[str, _Part] | None = None
-        self._failures = 0
-        self._problem = ""
+        self._mutex = threading.RLock()  # of the record, and of what the store has
+        self._lanes = (_Lane("checkpoints", self._send_checkpoints), _Lane("files", self._send_files))
+        self._why_lost = ""
         self._timed_out = False
         self._stopped = threading.Event()
         self._state = threading.Condition()
-        self._flushes_requested = self._flushes_done = 0
-        self._thread: threading.Thread | None = None
+        self._flushes = self._changes = 0
         self._loss: DdptrainError | None = None
         self._warn: Callable[[str], None] = lambda text: None
         self._lost: Callable[[DdptrainError], None] | None = None
 
     def begin(self, warn: Callable[[str], None], lost: Callable[[DdptrainError], None]) -> None:
-        """Mark the folder as the store's working copy, and start the thread. Raises ResultsError.
+        """Mark the folder as the store's working copy, and start the threads. Raises ResultsError.
 
         `warn` is called for each failure, and `lost` once if the run must end.
         """
@@ -122,8 +141,23 @@ class Uploader:
             self._lost, loss = lost, self._loss
         if loss is not None:
             lost(loss)
-        self._thread = threading.Thread(target=self._run, name="ddptrain-uploads", daemon=True)
-        self._thread.start()
+        for lane in self._lanes:
+            name = f"ddptrain-upload-{lane.name}"
+            lane.thread = threading.Thread(target=self._run, args=(lane,), name=name, daemon=True)
+            lane.thread.start()
+
+    def put(self, name: str) -> None:
+        """Upload this file of the run: it is new, or has changed."""
+        if not grows(name):
+            self._changed[name] = None
+        elif self._growing is not None:
+            self._growing.setdefault(name, _Growing())
+
+    def put_checkpoints(self) -> None:
+        """Upload new checkpoints now, and delete those that were dropped."""
+        with self._state:
+            self._has_new_checkpoint = True
+            self._wake()
 
     def lose(self, error: DdptrainError) -> None:
         """Call `lost`, once: the run must end. After RunLocked nothing more is uploaded."""
@@ -132,7 +166,7 @@ class Uploader:
                 return
             self._loss, lost = error, self._lost
             if isinstance(error, RunLocked):  # the run in the store belongs to another driver now
-                self._problem = str(error)
+                self._why_lost = str(error)
                 self._stopped.set()
         if lost is not None:
             lost(error)
@@ -140,42 +174,50 @@ class Uploader:
     @property
     def begun(self) -> bool:
         """Whether begin() was called."""
-        return self._thread is not None
+        return self._lanes[0].thread is not None
 
     def flush(self, deadline_s: float) -> str:
         """Upload everything as it is now. Returns "", or one line about the problem if the deadline was reached."""
-        if self._thread is None:
+        if not self.begun:
             return ""
         if self._timed_out or self._loss is not None:
             deadline_s = min(deadline_s, self._pace.last_flush)
         until = time.monotonic() + deadline_s
         with self._state:
-            self._flushes_requested += 1
-            mine = self._flushes_requested
-            self._state.notify_all()
+            self._flushes += 1
+            mine = self._flushes
+            self._has_new_checkpoint = True
+            self._wake()
             was_lost = self._loss is not None
-            while self._flushes_done < mine and not self._stopped.is_set() and (left_s := until - time.monotonic()) > 0:
-                if self._loss is not None and not was_lost:
+            while not (done := self._flushed(mine)) and not self._stopped.is_set():
+                left_s = until - time.monotonic()
+                if left_s <= 0 or (self._loss is not None and not was_lost):
                     break
                 # In short pieces: signal handlers run between them.
                 self._state.wait(min(left_s, 0.5))
-            if self._flushes_done >= mine:
+            if done:
                 return ""
             self._timed_out = True
-            why = self._problem or f"it took longer than {deadline_s:g} s"
+            slow = f"it took longer than {deadline_s:g} s"
+            problem = next(filter(None, [self._why_lost, *(lane.problem for lane in self._lanes), slow]))
         kept = f"they are kept in {self.root}, and --resume {self.root.name} uploads them"
-        return f"the results are not all in {self.store.url} ({why}); {kept}"
+        return f"the results are not all in {self.store.url} ({problem}); {kept}"
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """Flush, stop the thread, and delete the working folder if everything is in the store."""
+        """Flush, stop the threads, and delete the working folder if everything is in the store."""
         why = self.flush(0.0 if self._timed_out else deadline_s)
         self._stopped.set()
         with self._state:
-            self._state.notify_all()
-        if self._thread is None:
+            self._wake()
+        if not self.begun:
             return
-        self._thread.join(timeout=self._pace.close)
-        if self._thread.is_alive() or isinstance(self._loss, RunLocked):
+        until = time.monotonic() + self._pace.close
+        for lane in self._lanes:
+            assert lane.thread is not None
+            lane.thread.join(timeout=max(0.0, until - time.monotonic()))
+            if lane.thread.is_alive():
+                return
+        if isinstance(self._loss, RunLocked):
             return
         if not why:
             shutil.rmtree(self.root, ignore_errors=True)
@@ -187,156 +229,184 @@ class Uploader:
 
         run_for(self._pace.close, upload_record)
 
-    # --- The thread ---
+    def _flushed(self, number: int) -> bool:
+        return all(lane.flushed >= number for lane in self._lanes)
 
-    def _run(self) -> None:
+    def _wake(self) -> None:
+        self._changes += 1
+        self._state.notify_all()
+
+    # --- The threads ---
+
+    def _run(self, lane: _Lane) -> None:
         while not self._stopped.is_set():
             with self._state:
-                requested = self._flushes_requested
-            flushing = requested > self._flushes_done
+                requested, changes = self._flushes, self._changes
+            flushing = requested > lane.flushed
             try:
-                complete, has_more = self._pass(flushing)
+                self._load()
+                complete, has_more = lane.work(flushing)
             except Exception as error:  # any bug or error of the disk: the thread must continue
                 known = isinstance(error, DdptrainError)
-                self._on_failure(error if known else StoreError(f"cannot upload to {self.store.url}: {error!r}"))
+                self._on_failure(lane, error if known else StoreError(f"cannot upload to {self.store.url}: {error!r}"))
                 continue
-            self._failures, self._problem = 0, ""
+            lane.failures, lane.problem = 0, ""
             with self._state:
                 if complete and flushing:
-                    self._flushes_done = requested
-                    self._state.notify_all()
-                is_idle = not has_more and self._flushes_requested == self._flushes_done
-                if is_idle and not self._stopped.is_set():
-                    self._state.wait(self._pace.every_pass)
+                    lane.flushed = requested
+                    self._wake()
+                elif not has_more:
+                    until = time.monotonic() + self._pace.every_pass
+                    while self._changes == changes and (left_s := until - time.monotonic()) > 0:
+                        self._state.wait(left_s)
 
-    def _on_failure(self, error: Exception) -> None:
+    def _on_failure(self, lane: _Lane, error: Exception) -> None:
         if self._stopped.is_set():
             return
-        self._failures += 1
-        self._problem = str(error)
-        _log.info("upload failed", store=self.store.url, failures=self._failures, error=error)
-        if self._failures == self._max_failures:
-            why = f"no more attempts after {self._failures} failures; all files are kept in {self.root}"
+        lane.failures += 1
+        lane.problem = str(error)
+        _log.info("upload failed", store=self.store.url, failures=lane.failures, error=error)
+        if lane.failures == self._max_failures:
+            why = f"no more attempts after {lane.failures} failures; all files are kept in {self.root}"
             self.lose(StoreError(f"{error}; {why}"))
         with self._state:
-            flushing = self._flushes_requested > self._flushes_done
+            flushing = self._flushes > lane.flushed
         pauses = self._pace.pauses
-        pause_s = pauses[min(self._failures, len(pauses)) - 1]
+        pause_s = pauses[min(lane.failures, len(pauses)) - 1]
+        # A store that is away fails in both threads: one of them says it.
+        is_first = all(lane is other or lane.failures > other.failures for other in self._lanes)
         if flushing:
             pause_s = min(_FLUSH_PAUSE_S, pause_s)
-        elif self._failures <= self._max_failures:
-            self._warn(f"{error} (failure {self._failures} of {self._max_failures}; again in {pause_s:g} s)")
+        elif is_first and lane.failures <= self._max_failures:
+            self._warn(f"{error} (failure {lane.failures} of {self._max_failures}; again in {pause_s:g} s)")
         with self._state:
             self._state.wait_for(
-                lambda: self._stopped.is_set() or (not flushing and self._flushes_requested > self._flushes_done),
-                pause_s,
+                lambda: self._stopped.is_set() or (not flushing and self._flushes > lane.flushed), pause_s
             )
 
-    def _pass(self, flushing: bool) -> tuple[bool, bool]:
-        """Upload what is due, or everything when flushing.
+    def _load(self) -> None:
+        """Ask the store what it has, once: the driver may continue a run."""
+        with self._mutex:
+            if self._growing is None:
+                found = joined(self.store.files())
+                self._growing = {
+                    name: _Growing(sum(each.size_bytes for each in objects.values()), len(objects))
+                    for name, objects in found.items()
+                    if grows(name) and (self.root / name).is_file()
+                }
 
-        Returns whether the store has all that the folder had at the start, and whether more is due now.
+    # --- Checkpoints ---
 
-        The order: what ranks logged, so that a driver that resumes from a checkpoint has the logs up to it; one
-        checkpoint; other files; the record.
-        """
-        if self._parts is None:
-            self._parts = _parts_in(self.store.files(), self.root)
-        files = dict(self._files())
-        growing = [name for name in files if grows(name)]
-        now = flushing or not self._checkpoints.is_synced
-        with ThreadPoolExecutor(_SENDERS, thread_name_prefix="ddptrain-uploads") as pool:
-            sent = list(pool.map(lambda name: self._send_growing(name, files[name], now=now), growing))
-        uploaded = self._checkpoints.sync(before_upload=self._send_new_attempt)
-        if not self._checkpoints.is_synced:
-            if not flushing:
-                self._send_file(_RECORD, now=False)
-            return False, flushing or uploaded
-        sent += [self._send_file(name, now=flushing) for name in files if not grows(name)]
-        sent.append(self._send_file(_RECORD, now=flushing))
-        return all(sent), flushing and not all(sent)
-
-    def _files(self) -> Iterator[tuple[str, Path]]:
-        """Yield all files but checkpoints, the record, local state, and temporary files."""
-        for path, _ in sorted(files_below(self.root)):
-            name = path.relative_to(self.root).as_posix()
-            is_local = name.startswith((".", f"{CHECKPOINTS}/", *TEMPORARY)) or name in (_RECORD, LOCK)
-            if not is_local and not path.name.startswith(INCOMING) and not _TEMPORARY.fullmatch(path.name):
-                yield name, path
-
-    def _is_due(self, name: str, every_s: float) -> bool:
-        return time.monotonic() >= self._sent_at.get(name, float("-inf")) + every_s
-
-    def _send_growing(self, name: str, path: Path, *, now: bool) -> bool:
-        """Send the new lines of a file that grows; return whether the store has all of them."""
-        assert self._parts is not None
-        part = self._parts.setdefault(name, _Part())
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < part.end:  # another file has its name now
-                for number in range(1, part.number + 1):
-                    self.store.remove(_part_name(name, number))
-                part = self._parts[name] = _Part()
-            if size == part.end:
-                return True
-            if not now and not self._is_due(name, self._pace.every_file):
-                return False
-            if part.end - part.begin >= PART_BYTES:
-                part = _Part(part.number + 1, part.end, part.end)
-            file.seek(part.begin)
-            data = file.read(max(0, part.end - part.begin) + _MOST_BYTES)
-            if name.endswith(".jsonl"):  # the writer takes half a line back if the disk is full
-                data = data[: data.rfind(b"\n") + 1]
-            if part.begin + len(data) != part.end:
-                self.store.write(_part_name(name, part.number), data)
-                part.end = part.begin + len(data)
-                self._parts[name] = part
-                self._sent_at[name] = time.monotonic()
-            return size - part.end < _MOST_BYTES
-        return True
-
-    def _send_file(self, name: str, *, now: bool) -> bool:
-        """Send a file if it has changed and is due; return whether the store has it as it is."""
-        path = self.root / name
+    def _send_checkpoints(self, flushing: bool) -> tuple[bool, bool]:
+        if not self._has_new_checkpoint:
+            return True, False
+        self._has_new_checkpoint = False
         try:
-            state = path.stat()
-        except OSError:
-            return True  # it was deleted
-        # Times are coarse: a file that is replaced twice within 10 ms differs at least in its inode.
-        fingerprint = state.st_size, state.st_mtime_ns, state.st_ino
-        if self._sent.get(name) == fingerprint:
-            return True
-        # It is uploaded completely each time: the larger it is, the less often.
-        every_s = self._pace.every_record if name == _RECORD else self._pace.every_file
-        if not now and not self._is_due(name, max(every_s, state.st_size / _BYTES_PER_S)):
-            return False
-        try:
-            self.store.write(name, path)
-        except StoreError:
-            if not path.exists():
-                return True
-            raise
-        self._sent[name], self._sent_at[name] = fingerprint, time.monotonic()
-        return True
+            uploaded = self._checkpoints.sync()
+        finally:
+            self._has_new_checkpoint |= not self._checkpoints.is_synced
+        if uploaded:
+            for name in list(self._growing or ()):  # a driver that resumes from it should have the logs up to it
+                self._grown(name).sent_at = float("-inf")
+        return not self._has_new_checkpoint, uploaded
 
-    def _send_new_attempt(self) -> None:
-        """Upload the record of a new attempt before its checkpoints: a driver that resumes counts them."""
+    def _send_numbers(self) -> None:
+        """Upload metrics, events, and the record of a new attempt, without which a checkpoint must not be resumed."""
+        for name in _NUMBERS:
+            while not self._send_growing(name, now=True):
+                pass
         with suppress(OSError, RecordError):
             attempts = len(RunRecord.from_json((self.root / _RECORD).read_bytes()).attempts)
             if attempts != self._sent_attempts:
                 self._send_file(_RECORD, now=True)
                 self._sent_attempts = attempts
 
+    # --- Other files ---
 
-def _part_name(name: str, number: int) -> str:
+    def _send_files(self, flushing: bool) -> tuple[bool, bool]:
+        """Upload what is due, or everything when flushing: the record comes last, after the checkpoints."""
+        with self._state:
+            flushes = self._flushes
+        if flushing or time.monotonic() >= self._looked_at + self._pace.every_file:
+            self._look()
+        with ThreadPoolExecutor(_SENDERS, thread_name_prefix="ddptrain-uploads") as pool:
+            sent = list(pool.map(lambda name: self._send_growing(name, now=flushing), list(self._growing or ())))
+        for name in list(self._changed):
+            del self._changed[name]  # before it is read: it may change again
+            is_sent = False
+            try:
+                is_sent = self._send_file(name, now=flushing)
+            finally:
+                if not is_sent:
+                    self._changed.setdefault(name)
+            sent.append(is_sent)
+        has_checkpoints = self._lanes[0].flushed >= flushes
+        sent.append(self._send_file(_RECORD, now=flushing and has_checkpoints))
+        return has_checkpoints and all(sent), flushing and has_checkpoints and not all(sent)
+
+    def _look(self) -> None:
+        """Find files that were written by others, or by a driver that was killed."""
+        self._looked_at = time.monotonic()
+        for path, _ in sorted(files_below(self.root)):
+            name = path.relative_to(self.root).as_posix()
+            is_local = name.startswith((".", f"{CHECKPOINTS}/", *TEMPORARY)) or name in (_RECORD, LOCK)
+            if not is_local and not path.name.startswith(INCOMING) and not _TEMPORARY.fullmatch(path.name):
+                self.put(name)
+
+    def _grown(self, name: str) -> _Growing:
+        assert self._growing is not None, "_load() was called"
+        return self._growing.setdefault(name, _Growing())
+
+    def _send_growing(self, name: str, *, now: bool) -> bool:
+        """Send the next piece of a file that grows; return whether the store has all of it."""
+        have = self._grown(name)
+        with have.mutex, suppress(FileNotFoundError), (self.root / name).open("rb") as file:
+            size = file.seek(0, 2)
+            if size < have.end:  # another file has its name now
+                for number in range(1, have.pieces):
+                    self.store.remove(_piece_name(name, number))
+                have.end = have.pieces = 0
+            elif size == have.end and have.pieces:
+                return True
+            pause_s = max(self._pace.every_file, have.pieces / _PIECES_A_S)
+            if not now and size - have.end < _FULL_BYTES and time.monotonic() < have.sent_at + pause_s:
+                return False
+            file.seek(have.end)
+            data = file.read(_PIECE_BYTES)
+            if name.endswith(".jsonl"):  # the writer takes half a line back if the disk is full
+                data = data[: data.rfind(b"\n") + 1]
+            if data or not have.pieces:
+                self.store.write(_piece_name(name, have.pieces), data)
+                have.end, have.pieces, have.sent_at = have.end + len(data), have.pieces + 1, time.monotonic()
+            return len(data) < _PIECE_BYTES // 2
+        return True
+
+    def _send_file(self, name: str, *, now: bool) -> bool:
+        """Send a file if it has changed and is due; return whether the store has it as it is."""
+        path = self.root / name
+        with self._mutex if name == _RECORD else nullcontext():
+            try:
+                state = path.stat()
+            except OSError:
+                return True  # it was deleted
+            # Times are coarse: a file that is replaced twice within 10 ms differs at least in its inode.
+            fingerprint = state.st_size, state.st_mtime_ns, state.st_ino
+            if self._sent.get(name) == fingerprint:
+                return True
+            # It is uploaded completely each time: the larger it is, the less often.
+            every_s = self._pace.every_record if name == _RECORD else self._pace.every_file
+            due_at = self._sent_at.get(name, float("-inf")) + max(every_s, state.st_size / _BYTES_PER_S)
+            if not now and time.monotonic() < due_at:
+                return False
+            try:
+                self.store.write(name, path)
+            except StoreError:
+                if not path.exists():
+                    return True
+                raise
+            self._sent[name], self._sent_at[name] = fingerprint, time.monotonic()
+            return True
+
+
+def _piece_name(name: str, number: int) -> str:
     return f"{name}.{number:05d}" if number else name
-
-
-def _parts_in(files: Mapping[str, Listed], root: Path) -> dict[str, _Part]:
-    """Return what the store has of the growing files, for a driver that continues a run."""
-    parts = {}
-    for name, objects in joined(files).items():
-        if grows(name) and (root / name).is_file():
-            *before, last = (each.size_bytes for each in objects.values())
-            parts[name] = _Part(len(before), sum(before), sum(before) + last)
-    return parts

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import counted, shorten
-from ddptrain.results.layout import TRACKING, RunLayout
+from ddptrain.results.layout import TRACKING
 from ddptrain.results.metrics import LAST_BYTES, read_events
 from ddptrain.results.run import Run, time_text
 from ddptrain.results.run_record import (
@@ -23,10 +23,7 @@ from ddptrain.results.run_record import (
     root_cause,
 )
 from ddptrain.results.selection import RunFields, cells, header
-from ddptrain.results.time_use import time_use_of
-from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
-from ddptrain.tracking.wandb_files import unsent_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +120,8 @@ def _short(text: str) -> str:
 
 def sections(view: Run) -> list[Section]:
     """Return everything about one run, as titled lists of names and values; empty ones are left out."""
-    from ddptrain.results.system import read_system, use_lines  # 40 ms, as in the functions below: a list needs none
+    from ddptrain.results.system import read_system, use_lines
+    from ddptrain.results.time_use import time_use_of
 
     record = view.record
     files = view.artifacts()
@@ -154,7 +152,7 @@ def sections(view: Run) -> list[Section]:
     environment = [(name, f"{item.value} ({item.source})") for name, item in sorted(record.rank_environment.items())]
     all_sections = [
         (view.run_id, about),
-        ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
+        ("where the time went", spent.shown() if (spent := time_use_of(view)) else []),
         ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
         ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
@@ -206,7 +204,7 @@ def _profiles(files: Iterable[str]) -> str:
     )
 
 
-def _path_of(layout: RunLayout, path: Path) -> str:
+def _path_of(layout: Run, path: Path) -> str:
     return layout.shown_path(path) if path.exists() else ""
 
 
@@ -247,17 +245,19 @@ def _below_run(run_id: str, folder: str) -> str:
 
 def _tracking(view: Run) -> list[tuple[str, str]]:
     """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
+    from ddptrain.tracking.wandb_files import unsent_parts  # not for a list of runs, as some below
+
     lines = []
     seen = set()
-    for tracker, outputs in tracker_outputs(view, view.record).items():
+    for tracker, outputs in view.trackers().items():
         url = outputs.get("url")
         if url in seen:
             continue  # several ranks share a tracker's run
         seen |= {url} - {None}
         place = " ".join(filter(None, (outputs.get("mode"), _below_run(view.run_id, outputs.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(outputs.values())))
-    if not view.is_running and unsent_parts(wandb_parts(view, view.record)):
-        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view)}"))
+    if not view.is_running and unsent_parts(view.wandb_parts()):
+        lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {view.argument}"))
     return lines
 
 

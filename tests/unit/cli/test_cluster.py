@@ -166,8 +166,3 @@ def test_down_of_a_cluster_that_is_not_there_succeeds_and_suggests_the_nearest(c
     code, out, _ = call("down", "dve", "--json")
     assert (code, json.loads(out)) == (0, {"ended": [], "failed": {}})
     assert [each.name for each in records.every()] == ["dev"]
-
-
-def test_down_wants_one_name_or_all(call: Call) -> None:
-    for args in ([], ["dev", "--all"]):
-        assert call("down", *args)[::2] == (2, "ddptrain: error: name one cluster, or --all\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -47,13 +46,6 @@ def raising(error: BaseException) -> Callable[[], NoReturn]:
     return command
 
 
-def test_limit_of_open_files_is_no_bug(handle: Handle, capsys: pytest.CaptureFixture[str]) -> None:
-    assert handle(raising(OSError(errno.EMFILE, "Too many open files"))) == 4
-    assert (
-        capsys.readouterr().err == "ddptrain: error: too many open files: raise the limit, as with `ulimit -n 4096`\n"
-    )
-
-
 @pytest.mark.parametrize("error", [ValueError("so wrong"), DdptrainError("so wrong"), OSError(5, "so wrong")])
 def test_unexpected_exception_is_one_line_and_a_file_that_only_the_user_reads(
     handle: Handle, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception
@@ -93,11 +85,6 @@ def ddptrain_(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         env={**os.environ, **env},
     )
-
-
-def test_version_is_printed() -> None:
-    done = ddptrain_("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"ddptrain {ddptrain.__version__}\n", "")
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
@@ -185,11 +172,6 @@ def test_completion_script_is_shown_for_the_shell_that_asks() -> None:
 
 
 def test_rank_context_is_there_for_user_code_and_costs_nothing_before() -> None:
-    code = "import sys, ddptrain; assert 'torch' not in sys.modules; print(ddptrain.RankContext.__module__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("ddptrain.rank.context\n", "")
-
-
-def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = ddptrain.no_such_thing  # type: ignore[attr-defined]
+    code = "import sys, ddptrain; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert ddptrain.RankContext.__module__ == "ddptrain.rank.context"

@@ -12,11 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ddptrain.cli.main import app
-from ddptrain.errors import RunNotFound
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
 
 # Through the package's own entry point, so that errors become exit codes as they do for a person.
 COMMAND = [sys.executable, "-m", "ddptrain", "results"]
@@ -52,21 +50,6 @@ def invoke(*arguments: str) -> str:
     return result.stdout
 
 
-def test_show_prints_the_trials_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    trials = [TrialRecord(0, {"params.lr": 1}, TrialState.COMPLETE, 2.5)]
-    (folder := tmp_path / "runs/search").mkdir(parents=True)
-    (folder / "run.json").write_text('{"run_id": "search", "kind": "sweep", "status": "running"}')
-    SweepRecord("search", "pets", "pets.yaml", "2026-03-01T10:00:00Z", status="running", trials=trials).save(folder)
-    for name in ("search", "runs/search/"):
-        shown = invoke("show", name)
-        assert shown.startswith("sweep search interrupted") and "best: trial 0, val/loss 2.5: runs/search/best" in shown
-    found = json.loads(invoke("show", "search", "--json"))
-    assert (found["status"], found["trials"][0]["value"], found["sweep_dir"]) == ("interrupted", 2.5, "runs/search")
-    with pytest.raises(RunNotFound, match='no run "other"'):
-        invoke("show", "other")
-
-
 def test_json_is_all_there_is_on_stdout(runs: Path) -> None:
     (listed,) = json.loads(invoke("--json"))
     assert listed == json.loads(invoke("list", "--json"))[0]
@@ -82,15 +65,6 @@ def test_json_is_all_there_is_on_stdout(runs: Path) -> None:
         ("train/loss", "mean"),
     ]
     assert runs.exists()
-
-
-def test_no_runs_are_an_empty_list_and_no_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert invoke() == ""
-    assert json.loads(invoke("--json")) == []
-    result = CliRunner().invoke(app, ["results", "show", "latest"])
-    assert isinstance(result.exception, RunNotFound)
-    assert "start one with ddptrain train" in str(result.exception)
 
 
 def test_json_of_a_sync_of_all_is_one_list_and_that_of_a_run_is_one_object(runs: Path) -> None:

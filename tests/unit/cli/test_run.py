@@ -65,15 +65,3 @@ def test_configuration_given_as_a_script_is_told_how_it_is_trained(
             assert f"{name} is a configuration, not a script: ddptrain train {typed}\n" in capsys.readouterr().err
     assert main(["run", "--dry-run", "-m", "package.yaml"]) == 0
     assert not (folder / "runs").exists()
-
-
-def test_script_that_is_not_there_is_named_as_on_the_command_line(
-    capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    (folder / "broken.py").write_text("x = = 1\n")
-    assert [main(["run", name]) for name in ("nosuch.py", "broken.py")] == [2, 2]
-    start = "ddptrain: error: ddptrain run:"
-    assert capsys.readouterr().err.splitlines() == [
-        f'{start} there is no such file, got the text "nosuch.py" (looked for in {folder})',
-        f"{start} {folder}/broken.py:1 is not valid Python: invalid syntax (the line is: x = = 1)",
-    ]

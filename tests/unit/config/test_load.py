@@ -25,6 +25,7 @@ from ddptrain.errors import ConfigError, Problem
 
 Load = Callable[..., RunConfig]
 EXAMPLES = settings(max_examples=200)
+FEWER = settings(max_examples=80)  # each example takes long
 KNOWN_KEYS = {field.alias or name for name, field in RunConfig.model_fields.items()}
 
 
@@ -317,7 +318,7 @@ def test_any_text_loads_or_is_refused(tmp_path: Path, text: str, option: str) ->
     load_or_refuse(tmp_path / "c.yaml", b"workload: petnames\n" + text.encode(), [f"params.x={option}"])
 
 
-@EXAMPLES
+@FEWER
 @given(tree=st.dictionaries(keys, trees, max_size=6), params=st.dictionaries(keys, trees, max_size=3))
 def test_any_structure_loads_or_is_refused(tmp_path: Path, tree: dict[Any, Any], params: dict[Any, Any]) -> None:
     load_or_refuse(tmp_path / "c.yaml", yaml.safe_dump({**tree, "workload": "m:f"}).encode())
@@ -399,7 +400,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-@EXAMPLES
+@FEWER
 @given(data=configs)
 def test_any_valid_configuration_is_read_back_equal(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "c.yaml"

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from ddptrain.config.json_schema import config_schema
 from ddptrain.config.load import load_mapping
+from ddptrain.config.rank_settings import StepProfile
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.types import default_name
-from ddptrain.protocol.rank_spec import StepProfile
 
 
 def test_a_workload_is_all_that_a_run_needs() -> None:

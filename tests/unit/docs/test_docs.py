@@ -10,8 +10,10 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import typer.main
 import yaml
 
+from ddptrain.cli.main import app
 from ddptrain.config.json_schema import config_schema
 from tests.docs.man_page import TARGET, man_page, roff
 from tests.docs.reference import configuration_page
@@ -112,3 +114,39 @@ def test_workflow_has_its_published_schema(title: str, schema: str, tmp_path: Pa
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- Commands that the pages name exist, with their options ---
+
+
+ROOT = Path(__file__).parents[3]
+COMMAND = re.compile(r"(?:`|^\$ |\$\()ddptrain ([a-z][^`\n]*)", re.MULTILINE)
+
+
+def command_problem(words: list[str]) -> str | None:
+    """What the parser does not know of a command; the words of a script, and options of torchrun, are not looked at."""
+    node, options = typer.main.get_command(app), {"--help", "-h", "--runs-dir", "--models-dir", "--verbose"}
+    for word in words:
+        options |= {name for param in node.params for name in (*param.opts, *param.secondary_opts)}
+        commands = getattr(node, "commands", None) or {}
+        if word == "run" or not set(word) - set("."):
+            return None
+        if not word.startswith("-") and commands:
+            if word not in commands:
+                return f"no command {word}"
+            node = commands[word]
+        elif word.startswith("--") and word.partition("=")[0] not in options:
+            return f"no option {word}"
+    return None
+
+
+def test_commands_in_the_docs_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    found = [(page, match[1]) for page in pages for match in COMMAND.finditer(page.read_text(encoding="utf-8"))]
+    assert len(found) > 300
+    wrong = []
+    for page, text in found:
+        words = re.split(r" [|>#;&]|\)|  ", text)[0].replace("'", "").replace('"', "").split()
+        if problem := command_problem(words):
+            wrong.append(f"{page.relative_to(ROOT)}: ddptrain {text}: {problem}")
+    assert wrong == []

@@ -11,12 +11,11 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.clusters import record as records
-from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.driver import cluster_session as local_resources
-from ddptrain.driver.cluster_session import LocalResources, cluster_for
+from ddptrain.driver.cluster_session import LocalResources
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import HostId
 
@@ -25,13 +24,6 @@ from ddptrain.host_identity import HostId
 
 def config(**fields: Any) -> Any:
     return load_mapping({"workload": "petnames", **fields}, Path("/project")).config
-
-
-def test_other_clusters_are_attached_or_started_for_the_run() -> None:
-    attached = cluster_for(config(cluster={"address": "tcp://h:1"}), None, Path("/scratch"), print)
-    assert isinstance(attached, AttachedCluster)
-    started = cluster_for(config(cluster={"backend": "local"}), None, Path("/scratch"), print)
-    assert isinstance(started, RunCluster)
 
 
 # --- `--dry-run` finds out what would keep the run from beginning, without starting anything ---
@@ -100,13 +92,6 @@ def test_machine_without_gpus_gets_at_least_two_ranks(monkeypatch: pytest.Monkey
     assert local_resources.local_resources(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == LocalResources(2, ())
     monkeypatch.setattr("ddptrain.gpus.usable_cores", lambda: 16)
     assert local_resources.local_resources(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == LocalResources(8, ())
-
-
-def test_more_ranks_than_cores_are_warned_of_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_resources, "default_slots", lambda _: 2)
-    expected = "40 ranks share 2 cores: their start and each step take longer; --ranks 2 may be faster"
-    assert local_resources.crowding(LocalResources(40, ()), 2) == expected
-    assert local_resources.crowding(LocalResources(40, tuple("0123")), 2) == ""
 
 
 @pytest.mark.usefixtures("four_gpus")

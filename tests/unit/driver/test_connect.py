@@ -160,15 +160,6 @@ def test_cluster_of_the_users_own_that_is_gone_says_how_to_clear_up() -> None:
     assert "ddptrain cluster down dev" in told
 
 
-def test_unknown_host_is_told_as_such() -> None:
-    assert "the host of tcp://nowhere.invalid:1 is unknown" in refused(Target("tcp://nowhere.invalid:1"), timeout_s=30)
-
-
-def test_missing_certificate_is_told_before_anything_is_tried() -> None:
-    told = refused(Target("tls://127.0.0.1:1"), timeout_s=30)
-    assert "wants a certificate, and none was given: set distributed.comm.tls" in told
-
-
 def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     make_tls(tmp_path / "ours")

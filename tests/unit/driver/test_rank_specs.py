@@ -85,20 +85,6 @@ def test_built_in_workload_with_a_tracker_of_the_user_searches_their_folders(tmp
     assert code.built_in and code.sys_path == (str(tmp_path), os.getcwd())
 
 
-def test_function_of_the_user_is_searched_beside_the_file_first(tmp_path: Path) -> None:
-    code = rank_specs.code(load(tmp_path, workload="mine:train"))
-    assert (code.workload, code.built_in, code.is_script) == ("mine:train", False, False)
-    assert code.sys_path == (str(tmp_path), os.getcwd())
-
-
-def test_script_goes_along_as_it_was_typed(tmp_path: Path) -> None:
-    (tmp_path / "t.py").touch()
-    script = {"script": "t.py", "args": ["--lr", "1"]}
-    code = rank_specs.code(load(tmp_path, workload=script))
-    assert (code.script, code.module, code.args) == ("t.py", "", ("--lr", "1"))
-    assert code.is_script and code.params == {}
-
-
 def test_copied_code_has_the_paths_of_the_copy_and_leaves_other_paths_alone() -> None:
     code = Code("m:f", "/home/p/sub", script="/home/p/t.py", sys_path=("/home/p", "/opt/lib"))
     moved = move_code(code, Path("/home/p"), "/cache/1", "1")

@@ -12,7 +12,7 @@ from ddptrain.driver.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
 from ddptrain.results.run import Run
-from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
+from ddptrain.results.run_record import AttemptRecord, RankRecord
 from ddptrain.results.run_writer import RunWriter
 
 
@@ -103,17 +103,3 @@ def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_th
 )
 def test_a_resume_names_versions_that_are_others(before: dict[str, str], now: dict[str, str], expected: str) -> None:
     assert other_versions(before, now) == expected
-
-
-def test_the_first_rank_of_a_resumed_run_tells_once_that_its_versions_are_others(tmp_path: Path) -> None:
-    heard = Heard()
-    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
-        writer.update(versions={**writer.record.versions, "torch": "1.0"})
-        writer.finish(RunStatus.FAILED, 1)
-    started = events.Started(1, 1, "here", versions={"torch": "2.0", "python": writer.record.versions["python"]})
-    with RunWriter.reopen(writer.layout.root, "") as again:
-        for rank in (1, 0, 0):
-            Recorder(again, [heard]).rank_event(rank, started)
-    assert [line for line in heard.lines if "torch" in line] == [
-        "the run was trained with torch 1.0 so far and continues with torch 2.0: results may differ"
-    ]

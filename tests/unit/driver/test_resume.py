@@ -18,7 +18,6 @@ from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -97,10 +96,10 @@ def test_auto_starts_nothing_while_a_run_of_this_name_is_running(tmp_path: Path,
 
 def test_auto_names_who_has_the_lock_also_before_run_json_does(tmp_path: Path) -> None:
     ended(tmp_path, "night", RunStatus.FAILED)
-    layout = RunLayout(tmp_path / "night")
+    layout = Run(tmp_path / "night")
     killed = dataclasses.replace(Run(layout.root).record, status=RunStatus.RUNNING, driver=DriverRecord(1, "old"))
     layout.run_json.write_text(killed.to_json())
-    held = ownership.Owner(layout.lock_file).take()
+    held = ownership.LockFile(layout.lock_file).take()
     try:
         with pytest.raises(RunLocked, match=rf"run night is running: process {os.getpid()} on"):
             auto(tmp_path)
@@ -166,7 +165,7 @@ def test_auto_goes_on_with_other_parameters_where_they_are_allowed(tmp_path: Pat
 def test_a_run_that_was_resumed_since_it_was_chosen_is_not_resumed_again(tmp_path: Path) -> None:
     ended(tmp_path, "one", RunStatus.FAILED)
     seen = choose(LocalRuns(tmp_path), "auto", config(), allow_changes=False).driver
-    layout = RunLayout(tmp_path / "one")
+    layout = Run(tmp_path / "one")
     record = dataclasses.replace(Run(layout.root).record, driver=DriverRecord(1, "another-host", "its-boot"))
     layout.run_json.write_text(record.to_json())
     with pytest.raises(RunLocked, match="run one was resumed by process 1 on another-host in the meantime"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,30 +17,35 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.news import News, RankExit
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.worker import rank_task
+from ddptrain.worker import driver_calls, rank_task
 from ddptrain.worker.spool import rank_spool
 from tests.unit.specs import make_spec
-from tests.unit.worker.daskbench import DaskBench, Driver
+from tests.unit.worker.daskbench import DaskBench, Driver, end
 from tests.unit.worker.stubs import Bench
 
 pytestmark = pytest.mark.slow
 
 Message = TypeVar("Message")
+NUMBERS = itertools.count(1)
 SLEEPS = "import time; say('here'); time.sleep(600)"
 
 
-@pytest.fixture
-def dask(tmp_path: Path) -> Iterator[DaskBench]:
-    """A scheduler, and a worker with two slots."""
-    (tmp_path / "tmp").mkdir()
-    with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskBench]:
+    """A scheduler, and a worker with two slots, which the runs of all tests use."""
+    folder = tmp_path_factory.mktemp("dask")
+    (folder / "tmp").mkdir()
+    with DaskBench(folder, Bench(folder).env | {"TMPDIR": str(folder / "tmp")}) as bench:
         bench.scheduler()
         bench.ours("--slots", "2", "--gpus", "none")
+        with bench.driver(workers=1) as driver:
+            driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
         yield bench
 
 
-def opened(driver: Driver, run_id: str = "r-1") -> Workers:
-    workers = Workers(driver.client, run_id, queue.SimpleQueue(), 30.0, foreign=False)
+def opened(driver: Driver) -> Workers:
+    driver.run_id = f"r-{next(NUMBERS)}"
+    workers = Workers(driver.client, driver.run_id, queue.SimpleQueue(), 30.0, foreign=False)
     workers.subscribe()
     return workers
 
@@ -90,14 +96,14 @@ def test_ranks_start_in_their_slots_and_their_files_can_be_read(dask: DaskBench)
         started(workers, places, "say('line')")
         assert received(workers.inbox, News).store_port > 0
         assert {ended.status for ended in exits(workers.inbox, 2).values()} == {0}
-        log = rank_spool(places[1].scratch, "r-1", 1, 1).log
+        log = rank_spool(places[1].scratch, workers.run_id, 1, 1).log
         assert workers.fetch(places[1].slot.worker, log, 1, 100) == b"ine\n"
         with pytest.raises(ClusterError, match="could not read"):
             workers.fetch(places[1].slot.worker, Path("/etc/passwd"), 0, 100)
 
 
 def test_stopped_ranks_end_and_slots_are_free_when_the_run_is_closed(dask: DaskBench) -> None:
-    with dask.driver(workers=1) as driver, opened(driver, "r-2") as second:
+    with dask.driver(workers=1) as driver, opened(driver) as second:
         with opened(driver) as workers:
             specs = started(workers, reserved(workers), SLEEPS)
             begun: set[int] = set()
@@ -108,6 +114,37 @@ def test_stopped_ranks_end_and_slots_are_free_when_the_run_is_closed(dask: DaskB
             workers.stop(specs[:1], 5.0)
             assert [(rank, ended.status) for rank, ended in exits(workers.inbox, 1).items()] == [(0, -15)]
         assert len(reserved(second, wait_s=60.0)) == 2
+
+
+def test_task_that_fails_is_a_message_for_each_of_its_ranks(dask: DaskBench) -> None:
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        specs = started(workers, reserved(workers), SLEEPS)
+        received(workers.inbox, News)
+        driver.client.cancel(list(workers.futures.values()), force=True)
+        failed = [received(workers.inbox, TaskFailed) for _ in specs]
+        assert sorted(each.rank for each in failed) == [0, 1] and "was cancelled" in failed[0].message
+
+
+def test_messages_of_others_that_are_not_valid_are_counted(dask: DaskBench) -> None:
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        wrong: list[object] = [{"rank": "x"}, "text", {"news": {}}, [1], {"news": "text", "worker": "w"}]
+        for message in [*wrong, {"ping": ["not", "hashable"]}]:
+            driver.client.log_event(rank_task.topic(workers.run_id), message)
+        started(workers, reserved(workers), "say('line')")
+        exits(workers.inbox, 1)
+        assert workers.rejected == len(wrong) and "not news" in workers.first_rejected
+
+
+def test_folder_that_a_worker_sees_is_not_copied(dask: DaskBench, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "manifest").write_text("files")
+    (folder / "data").write_bytes(b"x" * 100)
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        places = reserved(workers)
+        assert workers.place(places, folder, ["manifest", "data"], "manifest", "it") == [str(folder)] * 2
+        with pytest.raises(ClusterError, match="could not copy it"):
+            workers.place(places, tmp_path / "missing", ["manifest"], "manifest", "it")
 
 
 def test_lost_worker_is_a_message_and_is_reserved_no_more(dask: DaskBench) -> None:
@@ -125,42 +162,12 @@ def test_lost_worker_is_a_message_and_is_reserved_no_more(dask: DaskBench) -> No
             reserved(workers)
 
 
-def test_task_that_fails_is_a_message_for_each_of_its_ranks(dask: DaskBench) -> None:
-    with dask.driver(workers=1) as driver, opened(driver) as workers:
-        specs = started(workers, reserved(workers), SLEEPS)
-        received(workers.inbox, News)
-        driver.client.cancel(list(workers.futures.values()), force=True)
-        failed = [received(workers.inbox, TaskFailed) for _ in specs]
-        assert sorted(each.rank for each in failed) == [0, 1] and "was cancelled" in failed[0].message
-
-
 def test_worker_that_takes_no_specs_is_a_message_with_the_cause(dask: DaskBench) -> None:
-    dask.foreign(name="plain")
+    plain = dask.foreign(name="plain")
     with dask.driver(workers=2) as driver, opened(driver) as workers:
         places = reserved(workers, 3)
         driver.remove("plain")
         started(workers, places, SLEEPS)
         failed = received(workers.inbox, TaskFailed)
         assert places[failed.rank].slot.worker == driver.workers["plain"] and "is not attached" in failed.message
-
-
-def test_messages_of_others_that_are_not_valid_are_counted(dask: DaskBench) -> None:
-    with dask.driver(workers=1) as driver, opened(driver) as workers:
-        wrong: list[object] = [{"rank": "x"}, "text", {"news": {}}, [1], {"news": "text", "worker": "w"}]
-        for message in [*wrong, {"ping": ["not", "hashable"]}]:
-            driver.client.log_event(rank_task.topic("r-1"), message)
-        started(workers, reserved(workers), "say('line')")
-        exits(workers.inbox, 1)
-        assert workers.rejected == len(wrong) and "not news" in workers.first_rejected
-
-
-def test_folder_that_a_worker_sees_is_not_copied(dask: DaskBench, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "manifest").write_text("files")
-    (folder / "data").write_bytes(b"x" * 100)
-    with dask.driver(workers=1) as driver, opened(driver) as workers:
-        places = reserved(workers)
-        assert workers.place(places, folder, ["manifest", "data"], "manifest", "it") == [str(folder)] * 2
-        with pytest.raises(ClusterError, match="could not copy it"):
-            workers.place(places, tmp_path / "missing", ["manifest"], "manifest", "it")
+    end(plain)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddptrain.config.rank_settings import TrackerSpec
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import commands
 from ddptrain.protocol.commands import CommandError
@@ -28,7 +29,6 @@ from ddptrain.protocol.rank_spec import (
     HostSettings,
     RankSpec,
     StartingWeights,
-    TrackerSpec,
     TrackingSpec,
     names_model,
     same_model,

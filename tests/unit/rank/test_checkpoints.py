@@ -27,7 +27,6 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers, from_bytes
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.checkpoint import load_checkpoint
 from ddptrain.workloads.images.train import _known_classes
-from tests.support.pace import is_cheap
 from tests.unit.rank.ranks import CPU, Gang, MakeRank, Rank, full_after, make_rank, rank
 
 __all__ = ["make_rank", "rank"]
@@ -279,17 +278,6 @@ def test_last_checkpoint_of_all_is_the_end_of_training_with_or_without_a_notice(
     rank.context._agreement.end()
     assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=2, last=True)
     assert [event.kind for event in rank.events()] == ["checkpoint"]
-
-
-def test_call_that_is_not_due_takes_microseconds(make_rank: MakeRank) -> None:
-    rank, model = make_rank(every_epochs=1, every_steps=10**9, every_s=3600.0), torch.nn.Linear(1, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def call(step: int) -> None:
-        state = {"loss_sum": 1.0, "n": 3}
-        rank.context.checkpoint(model=model, optimizer=optimizer, step=step, epoch=0.5, rank_state=state, a=[], b=1)
-
-    assert is_cheap(call, 5e-6)
 
 
 # --- Several ranks ---

@@ -50,6 +50,11 @@ def test_other_values_are_refused_with_their_name_and_short(rank: Rank, value: o
     assert len(str(raised.value)) < 400
 
 
+def test_a_number_without_a_name_is_refused(rank: Rank) -> None:
+    with pytest.raises(TypeError, match="names with numbers"):
+        rank.context.log(0.5)  # type: ignore[arg-type]
+
+
 def test_progress_is_sent_each_tenth_of_a_second_and_at_its_end_once(rank: Rank) -> None:
     for done in range(1, 10):
         rank.context.progress(done, 10)

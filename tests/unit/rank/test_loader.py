@@ -103,15 +103,6 @@ def test_27_samples_for_two_ranks_with_batches_of_3(drop_last: bool, expected: l
     assert shares(27, 2, shuffle=False, drop_last=drop_last) == expected
 
 
-@pytest.mark.parametrize(("drop_last", "expected"), [(True, (3, 3)), (False, (4, 4))])
-def test_27_samples_after_a_resume(drop_last: bool, expected: tuple[int, int]) -> None:
-    worker_group = loaders(27, 2, drop_last=drop_last)
-    for loader in worker_group:
-        loader.load_state_dict({"epoch": 2, "taken": 6})
-    assert (worker_group[0].remaining, worker_group[1].remaining) == expected, "21 samples in steps of 6"
-    assert [len([*loader]) for loader in worker_group] == [*expected]
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_rest_of_an_epoch_is_the_same_as_without_a_resume(steps: int) -> None:
     for straight, resumed in zip(loaders(27, 4, batch_size=2), loaders(27, 4, batch_size=2), strict=True):

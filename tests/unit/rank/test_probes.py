@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 BROKEN = """
@@ -19,6 +20,7 @@ class ops:
 """
 
 
+@pytest.mark.long  # contract/test_doctor.py: the same process, where all works
 def test_part_that_fails_is_a_problem_and_the_others_are_tried(tmp_path: Path) -> None:
     (tmp_path / "torchvision.py").write_text(BROKEN)
     command = [sys.executable, "-m", "ddptrain.rank.probes"]

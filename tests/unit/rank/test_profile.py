@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddptrain.config.rank_settings import StepProfile
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import StepProfile
 from tests.unit.rank.ranks import Rank
 
 

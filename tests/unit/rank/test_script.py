@@ -39,25 +39,6 @@ def told(spec: RankSpec, cwd: Path, path: str = "") -> dict[str, Any]:
     return said
 
 
-def of_python(cwd: Path, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, *arguments]
-    said: dict[str, Any] = json.loads(
-        subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60).stdout
-    )
-    return said
-
-
-def test_module_and_package_have_the_same_main_module_as_under_python(tmp_path: Path) -> None:
-    (tmp_path / "pkg" / "sub").mkdir(parents=True)
-    for name in ("pkg/__init__.py", "pkg/sub/__init__.py"):
-        (tmp_path / name).write_text("")
-    for name in ("pkg/mod.py", "pkg/sub/__main__.py"):
-        (tmp_path / name).write_text(TELL)
-    for module in ("pkg.mod", "pkg.sub"):
-        spec = make_spec(module=module, args=("a",), workdir=str(tmp_path))
-        assert told(spec, tmp_path, path=str(tmp_path)) == of_python(tmp_path, "-m", module, "a")
-
-
 def test_script_is_searched_for_in_the_folders_of_the_users_code(tmp_path: Path) -> None:
     for folder in ("code", "work"):
         (tmp_path / folder).mkdir()

@@ -67,7 +67,7 @@ def assert_equal(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert "ddptrain.names" not in optimizer.param_groups[0]
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 3), (4, 2), (1, 3), (3, 1), (8, 2)])
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (4, 2), (1, 3), (3, 1)])
 def test_checkpoint_is_loaded_exactly_with_any_number_of_ranks(tmp_path: Path, before: int, now: int) -> None:
     save(tmp_path, before)
     for rank in range(now):

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ddptrain.config.rank_settings import TrackerSpec
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
+from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.protocol import Checkpoint, Image, Numbers

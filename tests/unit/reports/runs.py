@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunRecord
 
@@ -30,7 +29,7 @@ def run(
     **record: Any,
 ) -> Run:
     """Write a run directory `toy-1` in the folder."""
-    layout = RunLayout(folder / "toy-1")
+    layout = Run(folder / "toy-1")
     layout.logs_dir.mkdir(parents=True)
     for rank, text in logs.items():
         layout.log(rank).write_text(text)

@@ -9,7 +9,6 @@ import pytest
 
 from ddptrain.errors import UsageError
 from ddptrain.results.compare import compare_runs, comparison_text, find_differences
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, BestRecord, CodeRecord, GitRecord, RankRecord, RunRecord
 
@@ -17,7 +16,7 @@ Rows = list[tuple[int, dict[str, float | None]]]
 
 
 def put(folder: Path, run_id: str, rows: Rows, **fields: Any) -> Run:
-    layout = RunLayout(folder / run_id)
+    layout = Run(folder / run_id)
     layout.root.mkdir()
     lines = [json.dumps({"time_s": step, "step": step, "rank": 0, **values}) for step, values in rows]
     layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
@@ -76,19 +75,6 @@ def test_runs_without_metrics_are_compared(tmp_path: Path) -> None:
     assert "params  A  B\n  x     a  b" in comparison_text(found)
 
 
-def test_json_has_everything(views: list[Run]) -> None:
-    data = compare_runs(views).as_dict()
-    loss = next(each for each in data["metrics"] if each["name"] == "val/loss")
-    assert loss["best_difference"] == (0.0, -1.0) and loss["winner"] == "b-1"
-    assert data["x"] == "step" and data["series"][0] == {
-        "name": "val/loss",
-        "run": "a-1",
-        "x": [1, 2, 3],
-        "y": [3.0, 2.0, 2.5],
-    }
-    assert [run["run_id"] for run in data["runs"]] == ["a-1", "b-1"]
-
-
 def test_without_a_loss_the_first_six_metrics_are_drawn(tmp_path: Path) -> None:
     rows: Rows = [(1, {f"m{number}": 1.0 for number in range(8)})]
     plot = compare_runs([put(tmp_path, name, rows) for name in "ab"]).plot
@@ -133,7 +119,7 @@ def test_axis_is_one_that_all_runs_have(tmp_path: Path) -> None:
 
 
 def put_inputs(folder: Path, run_id: str, config: str = "", manifest: str = "", **fields: Any) -> Run:
-    layout = RunLayout(folder / run_id)
+    layout = Run(folder / run_id)
     layout.inputs_dir.mkdir(parents=True)
     layout.config_yaml.write_text(config)
     if manifest:

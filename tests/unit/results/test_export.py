@@ -10,13 +10,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ddptrain.errors import UsageError
 from ddptrain.results.export import export_tables, export_tensorboard
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
 
 
 def put(folder: Path, run_id: str, *lines: dict[str, Any], **fields: Any) -> Run:
-    layout = RunLayout(folder / run_id)
+    layout = Run(folder / run_id)
     layout.root.mkdir()
     texts = [json.dumps({"time_s": 1.5, "rank": 0, "attempt": 1, **line}) for line in lines]
     layout.metrics_jsonl.write_text("".join(f"{text}\n" for text in texts))

@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.layout import (
-    RunLayout,
-    safe_relative,
-    valid_run_id,
-)
+from ddptrain.results.layout import safe_relative, valid_run_id
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.tracker_records import wandb_parts
 
 # --- layout ---
 
@@ -60,7 +56,7 @@ def test_whatever_is_taken_stays_below_the_folder(path: str) -> None:
 
 
 def test_artifacts_are_listed_without_links_and_half_files(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
+    layout = Run(tmp_path)
     (layout.artifacts_dir / "deep").mkdir(parents=True)
     (layout.artifacts_dir / "deep" / "b.bin").write_bytes(b"12")
     (layout.artifacts_dir / "a.txt").write_bytes(b"1")
@@ -80,12 +76,12 @@ def part(folder: Path, run_id: str) -> Path:
 
 
 def test_parts_in_a_folder_of_the_users_are_found_by_their_id(tmp_path: Path) -> None:
-    layout, elsewhere = RunLayout(tmp_path / "run"), tmp_path / "elsewhere"
+    layout, elsewhere = Run(tmp_path / "run"), tmp_path / "elsewhere"
     inside = part(layout.tracking_dir / "wandb", "w1")
     outside, _ = part(elsewhere, "w2"), part(elsewhere, "of-another-run")
     tracking = {
         "wandb": {"id": "w1", "folder": str(elsewhere / "x")},
         "wandb/rank_1": {"id": "w2", "folder": str(outside)},
     }
-    found = wandb_parts(layout, RunRecord(run_id="r", tracking=tracking))
+    found = Run(layout.root, RunRecord(run_id="r", tracking=tracking)).wandb_parts()
     assert [each.folder for each in found] == [inside, outside]

@@ -10,7 +10,6 @@ import pytest
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import DRIVER_GONE, Run, newest_trained
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_writer import RunWriter
@@ -21,7 +20,7 @@ Driver = Callable[[str], subprocess.Popen[str]]
 
 def put(runs_dir: Path, run_id: str, started_at: str = "2025-01-01T00:00:00.000Z", **fields: object) -> Path:
     """A run's directory with a run.json, and nothing else."""
-    layout = RunLayout(runs_dir / run_id)
+    layout = Run(runs_dir / run_id)
     layout.root.mkdir(parents=True)
     record = RunRecord(run_id=run_id, status="succeeded", exit_code=0, started_at=started_at)
     layout.run_json.write_text(dataclasses.replace(record, **fields).to_json())  # type: ignore[arg-type]
@@ -101,7 +100,7 @@ def test_record_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
 def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> None:
     put(tmp_path, "good")
     damaged = put(tmp_path, "bad-20250601-120000-00ff")
-    RunLayout(damaged).run_json.write_text(text)
+    Run(damaged).run_json.write_text(text)
     bad, good = LocalRuns(tmp_path).list()
     assert (bad.run_id, bad.status, good.status) == ("bad-20250601-120000-00ff", "unreadable", "succeeded")
     assert "run.json" in bad.problem
@@ -111,7 +110,7 @@ def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> Non
 @pytest.mark.parametrize("run_id", ["/home/other/x", "../x", "a/b", "-x", "a\nb", "x" * 200])
 def test_name_in_the_record_that_leads_elsewhere_makes_the_run_unreadable(tmp_path: Path, run_id: str) -> None:
     folder = put(tmp_path, "bad-1")
-    RunLayout(folder).run_json.write_text(RunRecord(run_id=run_id, status="succeeded").to_json())
+    Run(folder).run_json.write_text(RunRecord(run_id=run_id, status="succeeded").to_json())
     view = Run(folder)
     assert (view.run_id, view.status) == ("bad-1", "unreadable") and "cannot be the name of a run" in view.problem
 
@@ -121,13 +120,13 @@ def test_a_run_whose_driver_was_killed_has_failed(tmp_path: Path, driver: Driver
     process.kill()
     process.wait()
     root = tmp_path / "runs" / "a-run"
-    before = RunLayout(root).run_json.read_bytes()
+    before = Run(root).run_json.read_bytes()
     view = Run(root)
     assert (view.status, view.record.exit_code) == ("failed", None)
     assert view.record.failure is not None and view.record.failure.message == DRIVER_GONE
     assert view.record.ended_at is not None and view.record.ended_at >= view.record.started_at[:19]
     assert view.duration_s is not None
-    assert RunLayout(root).run_json.read_bytes() == before
+    assert Run(root).run_json.read_bytes() == before
 
 
 def test_a_checkpoint_is_found_by_pointer_and_by_name(
@@ -174,7 +173,7 @@ def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:
 
 
 def test_pointer_without_its_checkpoint_gives_the_newest(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "r")
+    layout = Run(tmp_path / "r")
     for step in (9, 10, 11):
         (layout.checkpoints_dir / f"step-{step}").mkdir(parents=True)
     for step in (9, 10):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from obstore.exceptions import PermissionDeniedError
 
 from ddptrain.errors import RunLocked
-from ddptrain.results.layout import PRUNED, RunLayout
+from ddptrain.results.layout import PRUNED
 from ddptrain.results.prune import (
     PrunePolicy,
     RunFacts,
@@ -27,6 +27,7 @@ from ddptrain.results.prune import (
 )
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.stored_runs import StoredRuns
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns
@@ -43,7 +44,7 @@ ALL = PrunePolicy(keep=0, failed_keep=0)
 
 def put(runs: Path, run_id: str, status: str = "succeeded", day: int = 1, **fields: object) -> Path:
     """A run directory of 1,000 bytes and a run.json."""
-    layout = RunLayout(runs / run_id)
+    layout = Run(runs / run_id)
     folder = layout.checkpoints_dir / "step-1"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"w" * 600)
@@ -101,7 +102,7 @@ def test_run_that_is_resumed_after_the_decision_stays(runs: Path) -> None:
         assert [(each.run.folder, each.reason) for each in report.kept] == [("night", "running")]
         writer.finish(RunStatus.FAILED, 1)
     resumed = dataclasses.replace(writer.record, driver=dataclasses.replace(writer.record.driver, pid=1))
-    RunLayout(folder).run_json.write_text(resumed.to_json())
+    Run(folder).run_json.write_text(resumed.to_json())
     with pytest.raises(RunLocked, match="has changed since it was chosen"):
         LocalRuns(runs).delete(seen)
     assert (folder / "checkpoints/step-1/model.safetensors").is_file()

@@ -51,7 +51,7 @@ def test_secrets_of_the_run_are_left_out_of_its_failure_and_events(tmp_path: Pat
         writer.event({"event": "rank_failed", "message": "no hunter2 here", "more": {"trace": ["hunter2"]}})
         failure = FailureRecord(message="hunter2 is wrong", traceback="open('s3://me:other@bucket/hunter2')")
         writer.finish(RunStatus.FAILED, 1, failure)
-    record, (event,) = read(writer), writer.layout.events_jsonl.read_text().splitlines()
+    record, (_, event) = read(writer), writer.layout.events_jsonl.read_text().splitlines()
     assert record["failure"]["message"] == "<left out> is wrong"
     assert record["failure"]["traceback"] == "open('s3://<left out>@bucket/<left out>')"
     assert json.loads(event)["message"] == "no <left out> here"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
 from ddptrain.results.time_use import time_use, timed_events
 
@@ -24,17 +24,20 @@ def iso(at_s: float) -> str:
 def attempt(
     number: int, began: float, ended: float | None, outcome: str | None, resumed_from: int | None = None
 ) -> Any:
-    return AttemptRecord(
-        number, iso(began), None if ended is None else iso(ended), 2, outcome, resumed_from=resumed_from
-    )
+    ended_at = None if ended is None else iso(ended)
+    return AttemptRecord(number, iso(began), ended_at, 2, outcome, resumed_from=resumed_from)
 
 
 def event(kind: str, at_s: float, **fields: Any) -> dict[str, Any]:
-    return {"event": kind, "time_s": START + at_s, **fields}
+    return {"event": kind, "time_s": START + at_s, "run_s": at_s, **fields}
 
 
 def training(number: int, began: float, entered: float) -> list[dict[str, Any]]:
     return [event("run_started", began, attempt=number), event("entered", entered - 1), event("entered", entered)]
+
+
+def ended(at_s: float) -> dict[str, Any]:
+    return event("attempt_ended", at_s)
 
 
 def timed(activity: str, ended: float, seconds: float) -> dict[str, Any]:
@@ -56,6 +59,7 @@ def test_a_run_that_succeeded() -> None:
         timed("something else", 25, 3),
         event("finished", 34),
         event("finished", 35),
+        ended(38),
         event("run_finished", 40),
     ]
     expected = {"queue": 3, "start": 7, "training": 22.5, "checkpoints": 0.5, "evaluation": 2, "end": 5}
@@ -87,6 +91,7 @@ def test_training_after_the_last_checkpoint_of_a_failed_attempt_is_lost() -> Non
         event("checkpoint_staged", 30, step=4),
         timed("checkpoint", 30, 1),
         timed("checkpoint", 45, 1),  # of a checkpoint that was damaged: lost as well
+        ended(50),
         *training(2, 53, 60),
         event("finished", 90),
         event("run_finished", 91),
@@ -98,40 +103,45 @@ def test_training_after_the_last_checkpoint_of_a_failed_attempt_is_lost() -> Non
 def test_without_a_checkpoint_all_of_a_failed_attempt_is_lost() -> None:
     attempts = (attempt(1, 2, 50, "failed"), attempt(2, 53, 90, "succeeded"))
     record = RunRecord(started_at=iso(0), ended_at=iso(90), attempts=attempts)
-    events = [*training(1, 2, 10), *training(2, 53, 60), event("finished", 90)]
+    events = [*training(1, 2, 10), ended(50), *training(2, 53, 60), event("finished", 90), ended(90)]
     assert parts(record, events, 90) == {"queue": 2, "start": 8, "training": 30, "lost": 40, "restarts": 10}
 
 
 def test_a_failure_at_the_end_is_not_lost_training_but_one_before_training_is_a_start() -> None:
     failed = RunRecord(started_at=iso(0), ended_at=iso(30), attempts=(attempt(1, 1, 29, "failed"),))
-    assert parts(failed, training(1, 1, 5), 30) == {"queue": 1, "start": 4, "training": 24, "end": 1}
-    assert parts(failed, [event("run_started", 1, attempt=1)], 30) == {"queue": 1, "start": 28, "end": 1}
+    assert parts(failed, [*training(1, 1, 5), ended(29)], 30) == {"queue": 1, "start": 4, "training": 24, "end": 1}
+    assert parts(failed, [event("run_started", 1, attempt=1), ended(29)], 30) == {"queue": 1, "start": 28, "end": 1}
 
 
-def test_the_time_between_the_parts_of_a_resumed_run_does_not_count() -> None:
+def test_a_resumed_run_goes_on_where_it_ended() -> None:
     attempts = (attempt(1, 2, 20, "preempted"), attempt(2, 1005, 1030, "succeeded", resumed_from=7))
     record = RunRecord(started_at=iso(0), ended_at=iso(1031), resumed_at=iso(1000), earlier_s=21.0, attempts=attempts)
     events = [
+        event("driver_started", 0),
         *training(1, 2, 5),
         event("checkpoint_staged", 19, step=7),
+        ended(20),
         event("run_finished", 21),
-        *training(2, 1005, 1010),
-        event("finished", 1030),
-        event("run_finished", 1031),
+        event("driver_started", 21),
+        *training(2, 26, 31),
+        event("finished", 51),
+        ended(51),
+        event("run_finished", 52),
     ]
     assert parts(record, events, 52) == {"queue": 7, "start": 8, "training": 35, "end": 2}
 
 
-def test_a_run_that_was_resumed_twice() -> None:
-    attempts = tuple(attempt(number, 1000 * number + 1, 1000 * number + 11, "preempted") for number in range(3))
-    record = RunRecord(started_at=iso(0), ended_at=iso(2012), resumed_at=iso(2000), earlier_s=24.0, attempts=attempts)
+def test_a_run_whose_drivers_were_killed() -> None:
+    attempts = tuple(attempt(number, 0, None, "failed") for number in (1, 2, 3))
+    record = RunRecord(started_at=iso(0), ended_at=iso(0), attempts=attempts)
     events = [
         line
-        for n in range(3)
-        for line in (*training(n, 1000 * n + 1, 1000 * n + 3), event("run_finished", 1000 * n + 12))
+        for number, began in ((1, 0), (2, 10), (3, 20))
+        for line in (event("driver_started", began), *training(number, began + 1, began + 4), ended(began + 8))
     ]
-    # When the second part began was not recorded: its second in the queue is not known.
-    assert parts(record, events, 36) == {"queue": 2, "start": 6, "training": 24, "end": 3, "other": 1}
+    last = [event("driver_started", 10), *events[6:]]  # the first driver was killed in its attempt
+    assert parts(record, events, 30) == {"queue": 3, "start": 9, "training": 4, "lost": 8, "end": 2, "other": 4}
+    assert parts(record, [*events[:4], *last], 30)["queue"] == 3
 
 
 def test_a_run_that_is_running_or_waits() -> None:
@@ -143,7 +153,7 @@ def test_a_run_that_is_running_or_waits() -> None:
 def test_attempt_without_ranks_is_a_start() -> None:
     empty = AttemptRecord(1, iso(3), iso(5), 0, "failed")
     record = RunRecord(started_at=iso(0), ended_at=iso(6), attempts=(empty,))
-    assert parts(record, [event("run_started", 3, attempt=1)], 6) == {"queue": 3, "start": 2, "end": 1}
+    assert parts(record, [event("run_started", 3, attempt=1), ended(5)], 6) == {"queue": 3, "start": 2, "end": 1}
 
 
 @given(
@@ -191,8 +201,8 @@ def test_events_are_read_from_the_file_of_anyone(tmp_path: Path) -> None:
     ]
     lines += ['{"event":"timed","time_s":1,"seconds":1e999}', f'{{"event":"entered","time_s":1{"0" * 400}}}']
     path.write_text("\n".join([*lines, f'{{"event":"entered","x":"{"y" * (1 << 20)}","time_s":1}}', good]) + "\n")
-    assert list(timed_events(RunLayout(tmp_path))) == [event("entered", 1)] * 2
-    assert list(timed_events(RunLayout(tmp_path / "missing"))) == []
+    assert list(timed_events(Run(tmp_path))) == [event("entered", 1)] * 2
+    assert list(timed_events(Run(tmp_path / "missing"))) == []
 
 
 def test_activities_that_overlap_count_once_and_only_within_the_training() -> None:

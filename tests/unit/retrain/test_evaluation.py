@@ -10,7 +10,7 @@ import pytest
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.retrain import evaluation
 from ddptrain.retrain.evaluation import EvaluationTarget, evaluate
@@ -68,4 +68,4 @@ def result(folder: Path, value: Any, held_out: str = "") -> evaluation.Evaluatio
     if held_out:
         (target.folder / "inputs").mkdir()
         (target.folder / "inputs" / "held_out.json").write_text(held_out)
-    return evaluation._result(RunLayout(target.folder))
+    return evaluation._result(Run(target.folder))

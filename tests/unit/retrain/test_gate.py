@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddptrain.config.sections.retraining import GateRule
-from ddptrain.retrain.plan import judge, passed
+from ddptrain.retrain.decisions import judge, passed
 
 NAN, INF = math.nan, math.inf
 LOSS, ACCURACY = "val/loss", "val/accuracy"

@@ -17,7 +17,7 @@ from ddptrain.errors import Interrupted, RunLocked
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord
 from ddptrain.retrain.clean_up import clean_up, protected_runs
 from ddptrain.retrain.evaluation import Evaluation
@@ -38,7 +38,7 @@ def test_signal_that_nobody_has_handled_reaches_an_inner_receiver() -> None:
 
 
 def put(run_id: str, day: int, status: str = "succeeded", name: str = "pets") -> None:
-    layout = RunLayout(Path("runs") / run_id)
+    layout = Run(Path("runs") / run_id)
     layout.root.mkdir(parents=True)
     record = RunRecord(run_id=run_id, name=name, status=status, started_at=f"2025-01-{day:02}T00:00:00.000Z")
     layout.run_json.write_text(record.to_json())

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ddptrain.config.rank_settings import TrackerSpec
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections import tracking as tracking_config
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
+from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.protocol import Checkpoint, Numbers, goal_of

@@ -80,7 +80,8 @@ class Bench:
 def status(server: RankServerClient, rank_id: str, timeout_s: float = 60.0) -> int:
     """Wait for the rank's end. Returns its exit status."""
     deadline = time.monotonic() + timeout_s
-    while (report := server.wait_exit(rank_id, 0.1)) is None:
+    while (report := server.exit_of(rank_id)) is None:
+        time.sleep(0.02)
         assert time.monotonic() < deadline, f"{rank_id} has not ended within {timeout_s} s"
     return int(report["status"])
 

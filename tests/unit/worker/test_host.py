@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from ddptrain.protocol import news
 from ddptrain.protocol.news import HOST_METRICS, MAX_SAMPLED_RANKS, RANK_METRICS
-from ddptrain.worker.host_facts import HostFacts, host_facts
+from ddptrain.worker.host_facts import GpuFacts, HostFacts, host_facts, read_gpus
 from ddptrain.worker.system_metrics import (
     GpuReader,
     MemoryWatch,
@@ -132,6 +132,25 @@ def test_metrics_of_a_gpu(nvml: Nvml, name: str) -> None:
         "gpu_temperature_c": 71,
         "gpu_throttle": 4,
     }
+
+
+def test_facts_of_a_gpu_have_no_power_limit_among_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total=80_000_000_000, used=100_000_000)
+    answers: dict[str, Any] = {
+        "Init": None,
+        "Shutdown": None,
+        "SystemGetDriverVersion": "580.1",
+        "DeviceGetCount": 1,
+        "DeviceGetHandleByIndex": "GPU",
+        "DeviceGetName": "H100",
+        "DeviceGetMemoryInfo": memory,
+        "DeviceGetTotalEccErrors": 3,
+        "DeviceGetCurrentClocksThrottleReasons": 0x24,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"pynvml.nvml{name}", lambda *_, answer=answer: answer)
+    facts = GpuFacts(0, "H100", 80_000, 100, ecc_errors=3, throttled=("software thermal slowdown",))
+    assert read_gpus() == ((facts,), "580.1")
 
 
 def test_what_a_gpu_cannot_measure_is_left_out(nvml: Nvml) -> None:

@@ -23,11 +23,26 @@ pytestmark = pytest.mark.slow  # all together
 SLEEPER = "import os, time; say(os.getpid()); time.sleep(600)"
 
 
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskBench]:
+    """A scheduler, and a warm worker with 8 slots that was up before it, with stub ranks."""
+    folder = tmp_path_factory.mktemp("dask")
+    (folder / "tmp").mkdir()
+    with DaskBench(folder, Bench(folder).env | {"TMPDIR": str(folder / "tmp")}) as bench:
+        bench.ours("--slots", "8", "--gpus", "none")
+        bench.scheduler()
+        with bench.driver(workers=1) as driver:
+            warm = driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
+            assert warm == {"ours": True, "warm": True, "fault": None}
+        yield bench
+
+
 @pytest.fixture
-def dask(tmp_path: Path) -> Iterator[DaskBench]:
-    """A folder for a scheduler and workers with stub ranks, also for their temporary files."""
+def own(dask: DaskBench, tmp_path: Path) -> Iterator[DaskBench]:
+    """For other workers of that scheduler, which end with the test; temporary files are in a folder of their own."""
     (tmp_path / "tmp").mkdir()
-    with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+    with DaskBench(tmp_path, dask.env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+        bench.scheduler_file = dask.scheduler_file
         yield bench
 
 
@@ -36,71 +51,69 @@ def left_files(dask: DaskBench) -> list[Path]:
 
 
 def about(driver: Driver, worker: str = "ours") -> dict[str, Any]:
-    """The scheduler's data on a worker."""
+    """The scheduler's data on a worker, once it has joined."""
+    until(lambda: worker in driver.workers, f"the worker {worker}")
     return next(each for each in driver.about_workers.values() if each["name"] == worker)
 
 
-def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) -> None:
-    dask.ours("--slots", "3", "--gpus", "none")
-    dask.scheduler()
-    with dask.driver(workers=1) as driver:
-        warm = driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
-        assert warm == {"ours": True, "warm": True, "fault": None}
-        assert about(driver)["resources"] == {"slot": 3.0}
+def test_warm_worker_says_what_it_offers(dask: DaskBench) -> None:
+    with dask.driver() as driver:
+        assert about(driver)["resources"] == {"slot": 8.0}
         until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
-        assert driver.call(driver_calls.describe_offer, worker="ours") == {"slots": 3, "gpus": 0, "ours": True}
+        assert driver.call(driver_calls.describe_offer, worker="ours") == {"slots": 8, "gpus": 0, "ours": True}
 
 
-def test_missing_address_of_the_scheduler_is_an_error(dask: DaskBench) -> None:
-    worker = dask.ours("--timeout", "0.3")
-    assert worker.wait(60) == 4
-    assert "scheduler.json has no scheduler's address after 0.3 s: is it up?" in dask.log("ours").read_text()
-    assert left_files(dask) == []
+@pytest.mark.parametrize(
+    ("address", "options", "reason"),
+    [
+        (None, ["--timeout", "0.3"], "scheduler.json has no scheduler's address after 0.3 s: is it up?"),
+        ("tcp://127.0.0.1:9", ["--timeout", "0.5"], "could not join the Dask scheduler at tcp://127.0.0.1:9"),
+        (None, ["--gpus", "0,1", "--slots", "3"], "3 slots were asked for, but there are 2 GPUs here"),
+    ],
+)
+def test_worker_that_can_not_start_is_an_error(
+    own: DaskBench, address: str | None, options: list[str], reason: str
+) -> None:
+    own.scheduler_file = own.folder / "scheduler.json"
+    if address:
+        own.scheduler_file.write_text(f'{{"address": "{address}"}}')
+    assert own.ours(*options).wait(60) == 4
+    assert reason in own.log("ours").read_text()
+    assert left_files(own) == []
 
 
-def test_scheduler_that_does_not_answer_is_an_error(dask: DaskBench) -> None:
-    dask.scheduler_file.write_text('{"address": "tcp://127.0.0.1:9"}')
-    worker = dask.ours("--timeout", "0.5")
-    assert worker.wait(60) == 4
-    assert "could not join the Dask scheduler at tcp://127.0.0.1:9" in dask.log("ours").read_text()
-    assert left_files(dask) == []
-
-
-def test_worker_with_gpus_has_a_slot_for_each_and_never_more(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--gpus", "4,5")
-    with dask.driver(workers=1) as driver:
-        assert about(driver)["resources"] == {"slot": 2.0, "GPU": 2.0}
-        driver.attach("ours")
+def test_worker_with_gpus_has_a_slot_for_each_and_never_more(own: DaskBench) -> None:
+    own.ours("--gpus", "4,5", name="gpus")
+    with own.driver("gpus") as driver:
+        assert about(driver, "gpus")["resources"] == {"slot": 2.0, "GPU": 2.0}
+        driver.attach("gpus")
         code = "import os; say(os.environ['CUDA_VISIBLE_DEVICES'])"
-        futures = [driver.start("ours", code, slot, slot=slot) for slot in range(2)]
+        futures = [driver.start("gpus", code, slot, slot=slot) for slot in range(2)]
         assert [ended(future).status for future in futures] == [0, 0]
-        assert [driver.said("ours", rank) for rank in range(2)] == ["4\n", "5\n"]
-
-
-def test_more_slots_than_gpus_are_refused(dask: DaskBench) -> None:
-    dask.scheduler()
-    assert dask.ours("--gpus", "0,1", "--slots", "3").wait(60) == 4
-    assert "3 slots were asked for, but there are 2 GPUs here" in dask.log("ours").read_text()
-    assert left_files(dask) == []
+        assert [driver.said("gpus", rank) for rank in range(2)] == ["4\n", "5\n"]
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "scheduler"])
-def test_worker_ends_with_its_ranks_and_leaves_nothing(dask: DaskBench, end: str) -> None:
-    scheduler = dask.scheduler()
-    worker = dask.ours("--slots", "1", "--gpus", "none", "--scratch", str(dask.folder / "tmp" / "scratch"))
-    with dask.driver(workers=1) as driver:
-        driver.attach("ours")
-        driver.start("ours", SLEEPER)
-        driver.wait_for("ours", "\n")
-        pid = int(driver.said("ours"))
+def test_worker_ends_with_its_ranks_and_leaves_nothing(own: DaskBench, end: str) -> None:
+    if end == "scheduler":
+        own.scheduler_file = own.folder / "scheduler.json"
+        scheduler = own.scheduler()
+    worker = own.ours(
+        "--slots", "1", "--gpus", "none", "--scratch", str(own.folder / "tmp" / "scratch"), name=f"ends-{end}"
+    )
+    with own.driver("ends") as driver:
+        about(driver, f"ends-{end}")
+        driver.attach(f"ends-{end}")
+        driver.start(f"ends-{end}", SLEEPER)
+        driver.wait_for(f"ends-{end}", "\n")
+        pid = int(driver.said(f"ends-{end}"))
         if end == "scheduler":
             scheduler.kill()
         else:
             worker.send_signal(signal.Signals[end])
-        assert worker.wait(60) == 0, dask.log("ours").read_text()
+        assert worker.wait(60) == 0, own.log(f"ends-{end}").read_text()
     until_gone(pid)
-    assert [list(folder.iterdir()) for folder in left_files(dask)] == [[]]
+    assert [list(folder.iterdir()) for folder in left_files(own)] == [[]]
 
 
 # Gets SIGTERM while it starts its rank server, or in an import that catches everything.
@@ -137,9 +150,7 @@ def test_worker_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path, whe
 
 
 def test_removed_run_ends_its_ranks_and_deletes_its_files(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "2", "--gpus", "none")
-    with dask.driver("kept", workers=1) as kept, dask.driver("removed") as removed:
+    with dask.driver("kept") as kept, dask.driver("removed") as removed:
         for driver in (kept, removed):
             scratch = Path(driver.attach("ours")["scratch"])
         kept.start("ours", SLEEPER, slot=0)
@@ -152,22 +163,16 @@ def test_removed_run_ends_its_ranks_and_deletes_its_files(dask: DaskBench) -> No
         assert not (scratch / "removed").exists()
         assert kept.said("ours")
         kept.remove("ours")
-        assert sorted(path.name for path in scratch.iterdir()) == [
-            ".lock",
-            "dask-scratch-space",
-            "rank-server.log",
-            "token",
-        ]
+        own = [".lock", "dask-scratch-space", "rank-server.log", "token"]
+        assert sorted(path.name for path in scratch.iterdir() if not path.name.startswith("r-")) == own
 
 
 def test_rank_whose_driver_leaves_while_it_starts_is_ended(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "8", "--gpus", "none")
-    with dask.driver(workers=1) as driver:
+    with dask.driver("r-leaves") as driver:
         driver.attach("ours")
         ended(driver.start("ours", "import os; say(os.getppid())", rank=99))
         server = psutil.Process(int(driver.said("ours", 99)))
-        for turn in range(1, 30):
+        for turn in range(1, 20):
             future = driver.start("ours", SLEEPER, rank=turn, slot=turn % 8)
             time.sleep(0.002 * (turn % 10))
             future.cancel(force=True)
@@ -175,34 +180,21 @@ def test_rank_whose_driver_leaves_while_it_starts_is_ended(dask: DaskBench) -> N
         until(lambda: not server.children(), f"the end of {server.children()}")
 
 
-def test_killed_rank_server_is_replaced_for_the_next_run(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "1", "--gpus", "none")
-    with dask.driver("first", workers=1) as first, dask.driver("second") as second:
-        first.attach("ours")
-        rank = first.start("ours", "import os, time; os.kill(os.getppid(), 9); time.sleep(600)")
+def test_killed_rank_server_is_replaced_for_the_next_run(own: DaskBench) -> None:
+    own.ours("--slots", "1", "--gpus", "none", name="kills")
+    with own.driver("r-first") as first, own.driver("r-second") as second:
+        about(first, "kills")
+        first.attach("kills")
+        rank = first.start("kills", "import os, time; os.kill(os.getppid(), 9); time.sleep(600)")
         with pytest.raises(RankServerLost, match="has ended"):
             ended(rank)
-        second.attach("ours")
-        assert ended(second.start("ours", "say('fresh')")).status == 0
-        assert second.call(driver_calls.wait_until_warm, 60.0, worker="ours")["warm"]
+        second.attach("kills")
+        assert ended(second.start("kills", "say('fresh')")).status == 0
+        assert second.call(driver_calls.wait_until_warm, 60.0, worker="kills")["warm"]
 
 
 def test_rank_whose_folder_is_not_on_its_host_runs_in_its_spool(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "1", "--gpus", "none")
-    with dask.driver(workers=1) as driver:
+    with dask.driver("r-folder") as driver:
         scratch = driver.attach("ours")["scratch"]
         assert ended(driver.start("ours", "say(spec.code.workdir)", workdir="/no/such/folder")).status == 0
         assert driver.said("ours").startswith(scratch)
-
-
-def test_files_outside_of_the_scratch_folder_are_not_read(dask: DaskBench) -> None:
-    dask.scheduler()
-    dask.ours("--slots", "1", "--gpus", "none")
-    with dask.driver(workers=1) as driver:
-        scratch = driver.attach("ours")["scratch"]
-        token = driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/token", 0, 100, worker="ours")
-        assert token.decode() == driver.about["ours"]["token"]
-        with pytest.raises(PermissionError, match="outside of the scratch folder"):
-            driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/../../../etc/passwd", 0, 10, worker="ours")

@@ -121,14 +121,11 @@ class RankTaskFakeServer:
             self.ended.append(spec.key)
             self.exits[spec.key] = {"report": "exited", "pid": 9, "status": spec.rank, "time_ns": 1}
 
-    def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
+    def exit_of(self, rank_id: str) -> dict[str, Any] | None:
         return self.exits.pop(rank_id, None)
 
-    def start_of(self, rank_id: str) -> None:
-        """Not reported."""
-
-    def pid_of(self, rank_id: str) -> int:
-        return os.getpgid(0)
+    def start_of(self, rank_id: str) -> tuple[int, str]:
+        return os.getpgid(0), "forked"
 
     def stop(self, child_id: str, grace_s: float) -> None:
         self.killed.append(child_id)

@@ -20,7 +20,7 @@ from ddptrain.rank.evaluation import SavedCheckpoint
 from ddptrain.workloads.images import train as evaluate_checkpoint
 from ddptrain.workloads.images.data import BadImages, Batch, TooManyBadImages
 from ddptrain.workloads.images.model import ModelInput
-from ddptrain.workloads.images.train import share_buffers, validate
+from ddptrain.workloads.images.train import validate
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.generate import sample_names
@@ -176,16 +176,6 @@ def test_score_of_no_images_is_no_number_and_the_model_keeps_its_mode(group: Non
     metrics = validate(model, AsTheyAre([0, 1]), [], no_bad())
     assert all(math.isnan(value) for value in metrics.values()) and len(metrics) == 3
     assert model.training is is_training
-
-
-def test_buffers_of_rank_0_are_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[Any, int]] = []
-    monkeypatch.setattr(dist, "broadcast", lambda buffer, source: sent.append((buffer, source)))
-    model = nn.BatchNorm1d(2)
-    share_buffers(model)
-    assert [(buffer is one, source) for (buffer, source), one in zip(sent, model.buffers(), strict=True)] == [
-        (True, 0)
-    ] * 3
 
 
 @pytest.fixture(scope="module")

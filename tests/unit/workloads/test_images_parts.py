@@ -79,13 +79,6 @@ def test_images_come_in_the_order_of_classes_and_keys(folder: Path) -> None:
         assert np.array_equal(image, np.asarray(expected))
 
 
-def test_batch_has_the_order_that_was_asked_for(folder: Path) -> None:
-    data = ImageFolder(str(folder), transform=as_array)
-    order = [7, 0, 11, 3, 3]
-    for (image, label), index in zip(data.__getitems__(order), order, strict=True):
-        assert label == data.labels[index] and np.array_equal(image, data[index][0])
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_data_loader_reads_whole_batches_also_in_forked_workers(folder: Path) -> None:
     data = ImageFolder(str(folder), transform=as_tensor)
@@ -94,17 +87,6 @@ def test_data_loader_reads_whole_batches_also_in_forked_workers(folder: Path) ->
     batches = [*loader]
     assert [tuple(images.shape) for images, _ in batches] == [(5, 20, 24, 3), (5, 20, 24, 3), (2, 20, 24, 3)]
     assert torch.cat([labels for _, labels in batches]).tolist() == data.labels
-
-
-def test_cache_serves_what_was_read_before(folder: Path, tmp_path: Path) -> None:
-    source = tmp_path / "images"
-    draw_folder(source, CLASSES, 2, (24, 20))
-    data = ImageFolder(str(source), transform=as_array, cache_dir=tmp_path / "cache")
-    first = data.__getitems__(range(6))
-    for path in source.rglob("*.jpg"):
-        path.unlink()
-    for (image, label), (again, label_again) in zip(first, data.__getitems__(range(6)), strict=True):
-        assert label == label_again and np.array_equal(image, again)
 
 
 def test_image_that_can_t_be_had_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -130,16 +130,6 @@ def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert default_batch_size(CPU) < default_batch_size(torch.device("cuda"))
 
 
-def test_a_batch_that_is_too_large_is_told(saved: SavedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    classifier = Classifier(saved, 1, CPU)
-    monkeypatch.setattr(classifier, "_model", full)
-    with pytest.raises(UsageError, match="not enough memory on cpu for 3 images at a time: give a smaller --batch"):
-        [*classifier.results(find_images([str(folder)]), 16)]
-
-
 @pytest.mark.gpu
 def test_a_gpu_sees_what_the_cpu_sees(saved: SavedModel, folder: Path) -> None:
     on_gpu = [*Classifier(saved, 3, torch.device("cuda")).results(find_images([str(folder)]), 16)]

@@ -30,7 +30,7 @@ from tests.unit.workloads.petnames_ranks import run_ranks
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("images_ranks.py")
-UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD = range(8)
+UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD, SINGLES = range(9)
 WORLD_SIZES = (1, 2, 3)
 COLOURS = {"red": (200, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 200)}
 LABELS = ["sky", "blue", "red", "night", "green"]
@@ -86,6 +86,7 @@ def cases(root: Path) -> list[dict[str, Any]]:
         },
         {"inputs": "whole-inputs", "params": mapped, "worlds": [2]},
         {"inputs": "some-inputs", "params": {**uneven, "max_bad_fraction": 0.05}, "worlds": [2], "fails": True},
+        {"inputs": "few-inputs", "params": {**tiny, "architecture": "resnet18", "image_size": 32}, "worlds": [1]},
     ]
 
 
@@ -307,6 +308,11 @@ def test_more_bad_images_than_are_allowed_end_the_run_with_their_names(runs: Pat
     for rank in ranks_of(runs, 2, FULL_OF_BAD):
         assert rank["failure"].startswith("TooManyBadImages: 2 of 30 images")
         assert all(manifest.keys[index] in rank["failure"] for index in manifest.val[:2])
+
+
+def test_single_image_is_trained_on_where_batch_norm_needs_two(runs: Path) -> None:
+    _, state = checkpoint_of(runs, 1, SINGLES)
+    assert state["step"] == 2 * len(described(runs, SINGLES)[1].train)
 
 
 def test_rank_0_says_a_line_an_epoch_and_what_it_goes_on_from(runs: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -53,25 +52,6 @@ def test_a_batch_of_names_is_cut_to_the_longest_and_padding_is_no_target() -> No
 def small_model(**params: object) -> CharacterModel:
     torch.manual_seed(0)
     return CharacterModel(ModelConfig.of(PetnamesParams.model_validate({"hidden_size": 8, "dropout": 0.0, **params})))
-
-
-def test_the_default_model_is_the_tutorials() -> None:
-    model = CharacterModel(ModelConfig.of(PetnamesParams()))
-    lstm = model.lstm
-    assert (lstm.input_size, lstm.hidden_size, lstm.num_layers, lstm.dropout, lstm.batch_first) == (
-        31,
-        128,
-        4,
-        0.1,
-        True,
-    )
-    assert model.linear.out_features == 31
-
-
-def test_default_training_is_the_tutorials() -> None:
-    params = PetnamesParams()
-    assert (params.context, params.window, params.epochs, params.batch_size) == ("window", 8, 25, 16384)
-    assert (params.learning_rate, params.lr_schedule, params.weight_decay, params.grad_clip) == (1e-3, "constant", 0, 0)
 
 
 @pytest.mark.parametrize("entry", ["one_hot", "embedding"])
@@ -136,9 +116,6 @@ def test_wrong_parameters_are_refused(wrong: dict[str, object]) -> None:
 
 
 # --- petnames names ---
-
-
-SEATTLE = Path(__file__).parents[4] / "shared" / "data" / "seattle_pet_names.json"
 
 
 def test_alphabet_has_31_symbols() -> None:
@@ -262,11 +239,6 @@ def test_names_that_do_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["names.txt"]
 
 
-def test_an_unknown_protocol_is_named() -> None:
-    with pytest.raises(UsageError, match=r"can't read params.names 'nosuch://x/names.txt'"):
-        load_names(PetnamesParams(names="nosuch://x/names.txt"))
-
-
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_bytes(b"luna\n\xff")
     with pytest.raises(UsageError, match=r"not UTF-8 text \(byte 5\)"):
@@ -295,36 +267,10 @@ def test_the_split_depends_on_the_seed_but_not_on_the_order() -> None:
     assert len(split.held_out) == round(0.1 * len(names))
 
 
-def test_nothing_is_held_out_with_a_fraction_of_0() -> None:
-    assert split_names(["luna"], 0.0, 0).held_out == ()
-
-
-def test_holding_out_the_only_name_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"params.val_fraction 0.1 of 1 distinct name leaves nothing"):
-        split_names(["luna", "luna"], 0.1, 0)
-
-
-@pytest.mark.skipif(not SEATTLE.exists(), reason=f"the Seattle names are not at {SEATTLE}")
-def test_real_licence_data_loads_and_cleans() -> None:
-    clean = load_names(PetnamesParams(names=str(SEATTLE)))
-    assert len(json.loads(SEATTLE.read_text())) == 54_780
-    assert len(clean.names) == 13_983
-    assert len(clean.left_out["repeated"]) == 54_780 - 13_983
-
-
 def test_examples_are_the_three_most_frequent_and_cut() -> None:
     foreign = [*("é" * 50,) * 3, *("ü2",) * 2, "ñ", "ñ", "ö", "ö"]
     told = clean_names(foreign).report("list.txt")
     assert told.endswith(f"(such as {'é' * 40!a}, '\\xfc2', '\\xf1')")
-
-
-def test_nothing_left_out_is_told_as_none() -> None:
-    assert clean_names(["luna"]).report("u") == "names: 1 of 1 from u; left out: none"
-
-
-@pytest.mark.parametrize(("length", "kept"), [(64, 1), (65, 0)])
-def test_names_of_64_characters_are_kept(length: int, kept: int) -> None:
-    assert len(clean_names(["x" * length]).names) == kept
 
 
 @pytest.mark.parametrize(

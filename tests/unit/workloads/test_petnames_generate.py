@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import train as workload
-from ddptrain.workloads.petnames.generate import MAX_LENGTH, generate_names, sample_names
+from ddptrain.workloads.petnames.generate import generate_names, sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.names import STOP_ID, Split, decode, encode
 from ddptrain.workloads.petnames.params import PetnamesParams
@@ -87,11 +87,6 @@ def test_names_begin_with_the_prefix(run_dir: Path) -> None:
     assert all(name == name.title() for name in made.names)
 
 
-def test_a_name_that_never_ends_is_given_up(tmp_path: Path) -> None:
-    names = sample_names(untrained("full", stop_bias=-1e9), 3, "", 1.0, torch.Generator().manual_seed(0))
-    assert names == [None] * 3
-
-
 def test_examples_of_a_run_are_a_table_of_distinct_names() -> None:
     logged: list[tuple[Any, ...]] = []
     ctx: Any = SimpleNamespace(log_table=lambda *args, step: logged.append((*args, step)))
@@ -110,11 +105,6 @@ def test_a_name_that_is_longer_than_wanted_is_given_up() -> None:
     assert 0 < len(ended) < 200 and all(len(name) < 5 for name in ended)
 
 
-def test_no_sampled_name_is_empty_or_holds_a_blank() -> None:
-    names = sample_names(untrained("full", stop_bias=5.0), 500, "", 1.0, torch.Generator().manual_seed(0))
-    assert all(name and "*" not in name and len(name) < MAX_LENGTH for name in names)
-
-
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_symbols_are_those_that_the_model_finds_likely_after_the_name_so_far(context: str) -> None:
     """Nearly without temperature each symbol is the best one, of the model that reads the whole text again."""
@@ -127,28 +117,6 @@ def test_symbols_are_those_that_the_model_finds_likely_after_the_name_so_far(con
             scores = model(torch.tensor([encode(read)]), torch.tensor([len(read)]))[-1]
         text += decode([1 + int(scores[1:].argmax())])
     assert name == (text.removesuffix("+") if text.endswith("+") else None)
-
-
-def test_low_temperatures_sample_what_is_likely() -> None:
-    model = untrained("full", stop_bias=0.0)
-    cold = sample_names(model, 300, "", 0.05, torch.Generator().manual_seed(0))
-    hot = sample_names(model, 300, "", 5.0, torch.Generator().manual_seed(0))
-    assert len(set(cold)) < len(set(hot))
-
-
-def test_the_best_checkpoint_goes_before_the_latest(run_dir: Path) -> None:
-    save_checkpoint(run_dir, untrained("full"), "step-2")
-    (run_dir / "checkpoints" / "best").write_text("step-1\n")
-    assert generate_names(run_dir, 1).checkpoint == "step-1"
-    (run_dir / "checkpoints" / "best").write_text("step-gone\n")
-    assert generate_names(run_dir, 1).checkpoint == "step-2"
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "..", "a/b", "a\\b", ""])
-def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> None:
-    (run_dir / "checkpoints" / "best").write_text(name)
-    with pytest.raises(UsageError, match="not the name of a folder"):
-        generate_names(run_dir, 1)
 
 
 @pytest.mark.parametrize(
@@ -165,26 +133,6 @@ def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> Non
 def test_impossible_arguments_are_refused(run_dir: Path, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         generate_names(run_dir, **{"count": 3, **arguments})  # type: ignore[arg-type]
-
-
-def test_a_run_of_another_workload_is_refused(run_dir: Path) -> None:
-    (run_dir / "run.json").write_text('{"workload": "mine:train"}')
-    with pytest.raises(UsageError, match="is a run of the workload 'mine:train'; generate needs one of petnames"):
-        generate_names(run_dir, 1)
-
-
-def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"workload": "petnames"}')
-    with pytest.raises(UsageError, match="no checkpoint yet"):
-        generate_names(tmp_path, 1)
-
-
-@pytest.mark.parametrize("file_name", ["model.safetensors", "state.pt"])
-def test_a_damaged_checkpoint_is_named(run_dir: Path, file_name: str) -> None:
-    path = run_dir / "checkpoints" / "step-1" / file_name
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(UsageError, match=r"can't read the checkpoint .*step-1"):
-        generate_names(run_dir, 1)
 
 
 def test_a_run_without_its_names_needs_keep_known(run_dir: Path) -> None:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("petnames_ranks.py")
 WINDOW, FULL, TINY, STRAIGHT, FIRST_PART, RESUMED, STOPPED, GOES_ON = range(8)
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (1, 3)
 
 
 def cases(names: str, few_names: str) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def cases(names: str, few_names: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case, run by real gloo groups of 1, 2 and 3 ranks."""
+    """Every case, run by real gloo groups of 1 and 3 ranks."""
     root = tmp_path_factory.mktemp("ranks")
     some = load_names(PetnamesParams()).names[::60]
     (root / "names.txt").write_text("\n".join(some))
@@ -112,8 +112,8 @@ def test_val_loss_is_the_mean_over_every_symbol_of_the_held_out_names(runs: Path
 
 
 def test_every_rank_logs_the_losses_of_all(runs: Path) -> None:
-    first, second = (losses(rank) for rank in ranks_of(runs, 2, FULL))
-    assert first == second and [epoch for *_, epoch in first] == [1, 2]
+    first, second, third = (losses(rank) for rank in ranks_of(runs, 3, FULL))
+    assert first == second == third and [epoch for *_, epoch in first] == [1, 2]
 
 
 def test_progress_ends_at_the_total(runs: Path) -> None:
@@ -123,6 +123,6 @@ def test_progress_ends_at_the_total(runs: Path) -> None:
 
 
 def test_names_are_saved_for_generate_with_the_held_out_apart(runs: Path) -> None:
-    saved = json.loads((runs / "world-2" / f"case-{FULL}" / "names.json").read_text())
+    saved = json.loads((runs / "world-3" / f"case-{FULL}" / "names.json").read_text())
     assert set(saved["train"]).isdisjoint(saved["held_out"])
     assert len(saved["train"]) == row_count(runs, FULL)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
-from ddptrain.rank.checkpoint.weights import with_module_versions
 from ddptrain.workloads import checkpoint as saved_model
 from ddptrain.workloads.checkpoint import check_workload, checkpoint_folder, load_checkpoint, load_trained
 from ddptrain.workloads.export import describe_model, export_model
@@ -82,13 +81,6 @@ def test_run_of_another_workload_is_refused(run_dir: Path) -> None:
         check_workload(run_dir, "petnames", "generate")
 
 
-def test_weights_get_the_versions_of_the_models_modules() -> None:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    weights = with_module_versions(model, dict(model.state_dict()))
-    assert weights._metadata["0"] == {"version": 2}  # type: ignore[attr-defined]
-    assert list(weights) == list(model.state_dict())
-
-
 def test_trained_model_of_a_built_in_workload_is_loaded_in_eval_mode(tmp_path: Path) -> None:
     names, images = untrained("full"), build_model(description())
     save_checkpoint(tmp_path / "names", names)
@@ -143,12 +135,6 @@ def checkpoint(tmp_path: Path) -> Path:
         json.dumps({"step": 1, "world_size": 1, "epoch": None, "metrics": {}, "files": files})
     )
     return tmp_path
-
-
-def test_intact_checkpoint_is_loaded_also_without_a_manifest(checkpoint: Path) -> None:
-    assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
-    (checkpoint / "checkpoint.json").unlink()
-    assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
 
 
 def test_reason_of_a_workload_against_a_checkpoint_is_told_as_it_is(checkpoint: Path) -> None:

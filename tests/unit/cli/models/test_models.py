@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from ddptrain.cli.main import app
 from ddptrain.cli.trained import open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 
 MANIFEST = {
     "step": 5,
@@ -27,7 +27,7 @@ def make_run(runs: Path, run_id: str, loss: float) -> Path:
     """A run directory as `train` leaves it, with one checkpoint."""
     from hashlib import sha256
 
-    folder = RunLayout(runs / run_id)
+    folder = Run(runs / run_id)
     checkpoint = folder.checkpoints_dir / "step-5"
     checkpoint.mkdir(parents=True)
     weights = f"{loss:07.3f}".encode()
@@ -142,18 +142,6 @@ def test_list_and_show_name_the_champion(place: Path) -> None:
     assert shown["parent"] is None and shown["url"].endswith("/models/names/versions/1")
     (only,) = json.loads(models("--json").stdout)
     assert (only["model"], only["champion"]["parent"], only["aliases"]) == ("names", 1, {"champion": 2, "previous": 1})
-
-
-def test_alias_and_rm(place: Path) -> None:
-    lines("promote", "names", "names-20261122-100000-aaaa")
-    lines("promote", "names", "latest")
-    lines("promote", "names", "1")
-    assert lines("alias", "names@staging", "2") == [
-        "names: version 2 alias staging; aliases: champion 1, previous 2, staging 2"
-    ]
-    assert lines("alias", "names@staging", "2") == ["names@staging is version 2 already"]
-    assert lines("alias", "names@staging", "--delete")[0].startswith("names: version 2 alias removed staging")
-    assert str(error_of("rm", "names", "2")) == "version 2 of names is previous: move the alias first"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.cli.main import main
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord
 
 DAY_S = 86_400
@@ -27,7 +27,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DDPTRAIN_MODELS_DIR", raising=False)
     for days in (10, 20, 30, 40):
-        layout = RunLayout(tmp_path / "runs" / f"pets-{days}")
+        layout = Run(tmp_path / "runs" / f"pets-{days}")
         layout.root.mkdir(parents=True)
         record = RunRecord(run_id=layout.root.name, name="pets", status="succeeded", started_at=at(days))
         layout.run_json.write_text(record.to_json())

@@ -106,22 +106,14 @@ def connected_in_time(start: Callable[..., Started], **options: Any) -> Iterator
     pytest.fail("no client came in time")
 
 
-def test_scheduler_tells_where_it_listens_in_a_private_file_that_goes_with_it(start: Callable[..., Started]) -> None:
+def test_file_with_the_address_and_folder_that_dask_imports_from_are_private_and_go_with_the_scheduler(
+    start: Callable[..., Started],
+) -> None:
     scheduler = start()
     card = scheduler.card()
     path = scheduler.folder / "scheduler.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert card["address"].startswith("tls://127.0.0.1:") and card["pid"] == scheduler.process.pid
-    scheduler.process.send_signal(signal.SIGTERM)
-    assert scheduler.process.wait(END_S) == 0
-    assert sorted(os.listdir(scheduler.folder)) == ["cert.pem", "key.pem", "log"]
-    assert "WARNING" not in scheduler.log.read_text()
-
-
-def test_folder_that_dask_adds_to_the_import_path_is_in_a_private_one_that_goes_with_the_scheduler(
-    start: Callable[..., Started],
-) -> None:
-    scheduler = start()
     with client_of(scheduler) as client:
         folder = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.local_directory)
     private = Path(folder).parents[1]
@@ -129,6 +121,8 @@ def test_folder_that_dask_adds_to_the_import_path_is_in_a_private_one_that_goes_
     scheduler.process.send_signal(signal.SIGTERM)
     assert scheduler.process.wait(END_S) == 0
     assert not private.exists()
+    assert sorted(os.listdir(scheduler.folder)) == ["cert.pem", "key.pem", "log"]
+    assert "WARNING" not in scheduler.log.read_text()
 
 
 def test_forgotten_scheduler_ends_and_says_why(start: Callable[..., Started]) -> None:
@@ -156,6 +150,7 @@ def test_calls_of_cluster_up_keep_the_scheduler_up(
     deadline = time.monotonic() + 4 * IDLE_S
     while time.monotonic() < deadline:
         asyncio.run(call(target, 10.0, slots.overview, counts=True))
+        time.sleep(0.2)
     assert not scheduler.has_ended()
     asyncio.run(call(target, 10.0, slots.overview))  # as of `cluster status`, which does not count
     assert scheduler.process.wait(END_S) == 0

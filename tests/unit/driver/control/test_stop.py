@@ -19,7 +19,6 @@ from ddptrain.driver.control.stop import REQUEST, StopRequest, StopTarget, stop_
 from ddptrain.driver.inbox import Inbox, Request, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -157,7 +156,7 @@ def test_driver_that_does_not_answer_is_named(writer: RunWriter) -> None:
 
 
 def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWriter, tmp_path: Path) -> None:
-    gone = replace(going(writer), desk=RunLayout(tmp_path / "gone"))
+    gone = replace(going(writer), desk=Run(tmp_path / "gone"))
     with pytest.raises(ResultsError, match=rf"; or send SIGINT three times to process {os.getpid()} on "):
         stop_run(gone, now=True, by="", tell=pytest.fail)
 

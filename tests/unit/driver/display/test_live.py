@@ -103,14 +103,6 @@ def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Term
     assert "loss 1.250" in last_frame and "100 samples/s" in last_frame and "done" in last_frame
 
 
-def test_colours_of_ranks_pass_and_their_cursor_movements_do_not(terminal: Terminal, tmp_path: Path) -> None:
-    (tmp_path / "rank-0.log").write_bytes(b"\x1b[2J\x1b[31mred\x1b[1A\x07\x1b]0;title\x07\n")
-    live(terminal, tmp_path, 1).close(summary=["the end"])
-    terminal.wait_for("the end")
-    assert "\x1b[36m[rank 0]\x1b[0m \x1b[31mred\x1b[0m\r\n" in terminal.text
-    assert "\x1b[2J" not in terminal.text and "title" not in terminal.text
-
-
 def test_no_color_leaves_none(terminal: Terminal, tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_bytes(b"\x1b[31mred\x1b[0m\n")
     display = live(terminal, tmp_path, NO_COLOR="1")

@@ -61,12 +61,6 @@ def test_reader_who_has_gone_is_noted_and_later_writes_go_nowhere(pipe: tuple[in
     file.flush()  # to /dev/null: nobody who prints later fails, nor does the interpreter at its end
 
 
-def test_what_has_room_is_written_also_when_the_time_is_over_at_once(pipe: tuple[int, TextIO]) -> None:
-    reader, file = pipe
-    Stream(file).write("last word", 0.0)
-    assert os.read(reader, 100) == b"last word"
-
-
 def test_full_disk_is_noted() -> None:
     with open("/dev/full", "w", encoding="utf-8", buffering=1) as file:
         stream = Stream(file)
@@ -87,12 +81,6 @@ def test_what_the_file_had_buffered_comes_first(pipe: tuple[int, TextIO]) -> Non
     file.write("before ")
     Stream(file).write("after")
     assert os.read(reader, 100) == b"before after"
-
-
-def test_closed_stdout_is_broken_from_the_start() -> None:
-    stream = Stream(None)
-    stream.write("text")
-    assert stream.broken
 
 
 # --- Which output fits, when there are colours, and what may not reach a terminal ---

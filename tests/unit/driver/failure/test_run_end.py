@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,12 +167,6 @@ def test_other_exceptions_are_bugs_and_come_with_their_traceback(writer: RunWrit
     assert parts(judged) == (RunStatus.FAILED, ExitCode.INTERNAL, "a bug in ddptrain: KeyError('a')")
     assert judged.failure is not None and (judged.failure.kind, judged.failure.type) == ("driver", "KeyError")
     assert judged.failure.message == "'a'" and judged.failure.traceback == "KeyError: 'a'\n"
-
-
-def test_limit_of_open_files_is_no_bug(writer: RunWriter) -> None:
-    judged = judge_error(OSError(errno.EMFILE, "Too many open files", "/runs/x"), writer)
-    said = "too many open files: raise the limit, as with `ulimit -n 4096`"
-    assert parts(judged) == (RunStatus.FAILED, ExitCode.CLUSTER, said)
 
 
 @pytest.mark.parametrize(("signum", "status"), [(15, RunStatus.PREEMPTED), (2, RunStatus.CANCELLED)])

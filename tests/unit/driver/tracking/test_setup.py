@@ -22,7 +22,7 @@ from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Tracked
 from ddptrain.protocol.rank_spec import Placement
-from ddptrain.results.layout import Origin, RunLayout
+from ddptrain.results.layout import Origin
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -71,10 +71,6 @@ def test_settings_file_of_wandb_is_read(home: dict[str, str]) -> None:
     (folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:1\nmode = offline\n")
     access = find_access(home)
     assert (access.base_url, access.mode, access.has_credentials) == ("http://127.0.0.1:1", "offline", False)
-
-
-def test_access_does_not_show_its_key() -> None:
-    assert KEY not in repr(find_access({"WANDB_API_KEY": KEY}))
 
 
 # --- what ranks are told ---
@@ -139,10 +135,6 @@ def test_rank_does_not_say_which_server_gets_the_key_later(make: Make, writer: R
     assert (kept["base_url"], kept["url"]) == ("https://wandb.example.org", "u")
 
 
-def test_id_stays_the_same_when_the_run_is_resumed(make: Make) -> None:
-    assert told(make({}, mode="rank0")[0])["id"] == told(make({}, mode="rank0")[0])["id"]
-
-
 def test_run_without_a_key_is_offline_and_that_is_said_once(make: Make, writer: RunWriter) -> None:
     tracking, said = make({}, mode="process")
     assert told(tracking, 1)["online"] is False
@@ -204,7 +196,7 @@ def test_variables_go_along_to_other_clusters_less_those_of_this_machine(make: M
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
+def layout(tmp_path: Path) -> Run:
     """A run that W&B has recorded offline; run.json says that a driver on another host runs it, silent for an hour."""
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
         part = writer.layout.tracking_dir / "wandb" / "offline-run-20250101_000000-w1"
@@ -228,17 +220,17 @@ def home_wandb_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def sync(layout: RunLayout) -> SyncResult:
+def sync(layout: Run) -> SyncResult:
     return sync_run(Run(layout.root), {"HOME": os.environ["HOME"]}, time.monotonic() + 60)
 
 
-def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: RunLayout) -> None:
+def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: Run) -> None:
     layout.lock_file.touch()
     assert sync(layout).skipped == "it is running"
 
 
 @pytest.mark.usefixtures("home_wandb_sync")
-def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: RunLayout) -> None:
+def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: Run) -> None:
     layout.lock_file.touch()
     os.utime(layout.lock_file, (1, 1))
     with pytest.raises(UsageError, match="there is no API key"):
@@ -246,14 +238,14 @@ def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: RunLayout) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
-def test_run_of_another_user_is_left_alone(layout: RunLayout) -> None:
+def test_run_of_another_user_is_left_alone(layout: Run) -> None:
     os.chown(layout.root, 65534, 65534)
     assert sync(layout).skipped == "it belongs to another user"
     assert not (layout.tracking_dir / "wandb" / ".sync.lock").exists()
 
 
 @pytest.mark.usefixtures("home_wandb_sync")
-def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path: Path) -> None:
+def test_lock_of_a_sync_is_not_taken_through_a_link(layout: Run, tmp_path: Path) -> None:
     record = dataclasses.replace(Run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
     layout.run_json.write_text(record.to_json())
     (tmp_path / "precious").write_text("precious\n")
@@ -265,9 +257,7 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
 
 
 @pytest.mark.usefixtures("home_wandb_sync")
-def test_error_of_wandb_is_shown_without_the_key(
-    layout: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_wandb_is_shown_without_the_key(layout: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = dataclasses.replace(Run(layout.root).record, status=RunStatus.SUCCEEDED, failure=None)
     layout.run_json.write_text(record.to_json())
     program = tmp_path / "program"  # runs in place of `python -P -m wandb sync`

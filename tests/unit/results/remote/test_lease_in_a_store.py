@@ -158,18 +158,3 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
         with pytest.raises(UsageError, match="ignores the conditions of writes; runs need a store with conditional"):
             Lease(store).take()
         assert not store.files(), "the object of the test is deleted"
-
-
-def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = ["aws_access_key_id = key", "aws_secret_access_key = secret", "region = us-east-1"]
-    (tmp_path / "config").write_text(
-        "\n".join(["[default]", *lines, f"endpoint_url = {environment['AWS_ENDPOINT_URL']}"])
-    )
-    for name in environment:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    store = open_folder(f"s3://bucket/{tmp_path.name}-profile")
-    lock = Lease(store)
-    lock.take()
-    lock.release()

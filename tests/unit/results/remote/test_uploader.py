@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,6 @@ from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, verify
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.remote.checkpoints import download_model, download_newest
 from ddptrain.results.remote.uploader import Pace, Uploader
 from ddptrain.results.run import Run
@@ -38,6 +38,7 @@ class Kept:
         self.writer, self.stage = writer, stage
         self.store, self.fs = watched_store()
         self.uploads = Uploader(self.store, writer.layout.root, "token", max_failures=2, pace=pace)
+        writer.upload = self.uploads
         self.warnings: list[str] = []
         self.losses: list[DdptrainError] = []
 
@@ -77,6 +78,8 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     kept.writer.layout.log(0).write_text("hello\n")
     (kept.writer.layout.artifacts_dir / ".odd").write_text("kept, too")
     kept.begin()
+    assert kept.uploads.flush(60) == ""
+    kept.writer.finish(RunStatus.SUCCEEDED, 0)
     assert kept.uploads.flush(60) == ""
     order = kept.order()
     step = [path for path in order if "step-1" in path]
@@ -174,6 +177,7 @@ def test_record_tells_the_end_even_where_other_files_are_missing(kept: Kept) -> 
     kept.uploads.flush(60)
     kept.fs.fails = lambda path: OSError("too long a name") if "artifacts" in path else None
     (kept.writer.layout.artifacts_dir / "x").write_text("1")
+    kept.uploads.put("artifacts/x")
     wait_until(lambda: kept.losses)
     assert "too long a name" in kept.uploads.flush(0.1)
     kept.writer.finish(RunStatus.FAILED, 4)
@@ -193,18 +197,18 @@ def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -
     assert [type(error) for error in kept.losses] == [RunLocked]
 
 
-def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
-    writer: RunWriter, stage: Stage, tmp_path: Path
-) -> None:
+def test_each_byte_of_a_log_is_sent_once_in_numbered_pieces(writer: RunWriter, stage: Stage, tmp_path: Path) -> None:
     kept = Kept(writer, stage, replace(QUICK, every_file=0.0))
     log, line = writer.layout.log(0), b"x" * 1023 + b"\n"
-    log.write_bytes(line)
     kept.begin()
-    for size in (300, 301, 700):
-        log.write_bytes(line * size)
+    for size in (300, 1, 399):
+        with log.open("ab") as file:
+            file.write(line * size)
         assert kept.uploads.flush(60) == ""
-    sizes = {path: file.size_bytes // 1024 for path, file in kept.store.files("logs").items()}
-    assert sizes == {"logs/rank-0.log": 300, "logs/rank-0.log.00001": 400}
+    files = kept.store.files("logs")
+    assert sum(file.size_bytes for file in files.values()) == 700 * 1024
+    assert set(files) >= {"logs/rank-0.log", "logs/rank-0.log.00001", "logs/rank-0.log.00002"}
+    assert sorted(path for path in kept.order() if path.startswith("logs")) == sorted(files)  # none was written twice
     # Another driver continues: its working folder has the log, and the next line goes into a new part.
     again = tmp_path / "again" / "a-run"
     (again / "logs").mkdir(parents=True)
@@ -212,7 +216,7 @@ def test_of_a_log_only_what_is_new_is_sent_and_the_first_parts_stay(
     other = Uploader(kept.store, again, "token", pace=QUICK)
     other.begin(pytest.fail, lambda error: None)
     assert other.flush(60) == ""
-    assert kept.store.files("logs")["logs/rank-0.log.00002"].size_bytes == 1024
+    assert kept.store.files("logs")[f"logs/rank-0.log.{len(files):05d}"].size_bytes == 1024
     (again / "logs/rank-0.log").write_bytes(b"begun again\n")  # as a log that is rotated
     assert other.flush(60) == ""
     assert {path: file.size_bytes for path, file in kept.store.files("logs").items()} == {"logs/rank-0.log": 12}
@@ -238,13 +242,32 @@ def test_files_without_a_manifest_are_deleted_and_other_folders_stay(kept: Kept)
     assert {path.split("/")[1] for path in kept.store.files("checkpoints") if path.count("/") == 2} == {"step-9", "odd"}
 
 
+def test_checkpoint_does_not_wait_behind_a_log(kept: Kept) -> None:
+    sending, held = threading.Event(), threading.Event()
+
+    def hold(path: str) -> None:
+        if path.startswith("logs"):
+            sending.set()
+            held.wait(60)
+
+    kept.fs.fails = hold
+    kept.writer.layout.log(0).write_text("a log of any size\n")
+    kept.begin()
+    assert sending.wait(60)
+    kept.save(1)
+    wait_until(lambda: kept.store.read("checkpoints/latest"))
+    assert not kept.store.files("logs")
+    held.set()
+    assert kept.uploads.flush(60) == "" and kept.store.files("logs")
+
+
 # --- what is brought to another machine ---
 
 
 def download(store: ObjectStore, folder: Path, warn: Callable[[str], None] = pytest.fail) -> Path:
     """The newest checkpoint that matches its manifest, in a new working folder."""
     download_newest(store, store.files(), folder)
-    newest = newest_verified(RunLayout(folder), warn)
+    newest = newest_verified(Run(folder), warn)
     assert newest is not None
     return newest.folder
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RunRecord
 from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, plot_of, terminal_charts
@@ -22,7 +21,7 @@ from ddptrain.results.show.curves import Curve, Panel, Plot, Style, plot_data, p
 
 
 def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> Run:
-    layout = RunLayout(root)
+    layout = Run(root)
     layout.metrics_jsonl.write_text("".join(json.dumps({"time_s": 0, "rank": 0, **line}) + "\n" for line in lines))
     return Run(layout.root, RunRecord(run_id="r", status=status))
 
@@ -32,11 +31,6 @@ def test_losses_share_a_panel_and_other_metrics_wait_to_be_asked_for(tmp_path: P
     (panel,) = plot_of(view).panels
     assert [curve.name for curve in panel.curves] == ["train/loss", "val/loss"]
     assert [panel.quantity for panel in plot_of(view, ["lr", "val/loss", "lr"]).panels] == ["lr", "loss"]
-
-
-def test_without_a_loss_everything_is_drawn(tmp_path: Path) -> None:
-    view = view_of(tmp_path, {"step": 1, "train/acc": 2, "lr": 0.1})
-    assert [panel.quantity for panel in plot_of(view).panels] == ["lr", "acc"]
 
 
 def test_ranks_that_differ_have_a_mean_and_ranks_that_agree_are_one(tmp_path: Path) -> None:
@@ -128,12 +122,6 @@ def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
 def drawn(style: Style, *lines: list[tuple[float, float]]) -> list[str]:
     curves = [Curve(f"m{at}", {}, ([x for x, _ in line], [y for _, y in line])) for at, line in enumerate(lines)]
     return terminal_charts(Plot("r", "", "step", (Panel("m", tuple(curves)),)), style).split("\n")
-
-
-def test_a_terminal_gets_dots_and_colours() -> None:
-    text = "".join(drawn(Style(60, 8, unicode=True, colour=True), [(0, 0), (1, 1)], [(0, 1), (1, 0)]))
-    assert "\x1b[36m" in text and "\x1b[33m" in text
-    assert any(0x2800 < ord(char) < 0x2900 for char in text)
 
 
 def test_a_gap_interrupts_the_line() -> None:

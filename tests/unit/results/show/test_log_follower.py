@@ -8,7 +8,6 @@ import pytest
 
 from ddptrain.errors import RunNotFound
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.log_tail import LogTail
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunRecord
@@ -16,7 +15,7 @@ from ddptrain.results.show.log_follower import final_text, follow_logs, show_log
 
 
 def view_of(root: Path, world_size: int = 1, **logs: bytes) -> Run:
-    layout = RunLayout(root)
+    layout = Run(root)
     layout.logs_dir.mkdir(parents=True)
     for name, data in logs.items():
         (layout.logs_dir / f"rank-{name.removeprefix('rank')}.log").write_bytes(data)

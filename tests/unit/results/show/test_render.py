@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import (
-    BestRecord,
     FailureRecord,
-    GitRecord,
     RunRecord,
 )
 from ddptrain.results.selection import RunFields
@@ -46,7 +43,7 @@ def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_many_artifacts_is_one_line(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
+    layout = Run(tmp_path)
     for path in ["names.json", *(f"few/{n}.png" for n in range(2)), *(f"many/{n}.png" for n in range(9))]:
         (layout.artifacts_dir / path).parent.mkdir(parents=True, exist_ok=True)
         (layout.artifacts_dir / path).write_bytes(b"12345678")
@@ -63,25 +60,12 @@ def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path:
     assert row[-1].startswith("cannot read run.json: not JSON: ")
 
 
-@pytest.mark.parametrize(
-    ("record", "result"),
-    [
-        (RunRecord(best=BestRecord("val/loss", "min", 1.23456, 3)), "best val/loss 1.235 at step 3"),
-        (RunRecord(last_metrics={"lr": 0.1, "train/loss": 2.0}), "train/loss 2"),
-        (RunRecord(last_metrics={"lr": None}), "lr nan"),
-        (RunRecord(), ""),
-    ],
-)
-def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, result: str) -> None:
-    assert rows([Run(tmp_path, record)])[0][-1] == result
-
-
 def tracked_run(folder: Path) -> Run:
     """A run of eleven ranks, the first two of which were recorded offline, and of which more was sent afterwards."""
     told = {"id": "w1", "mode": "offline", "folder": "/there/wandb/part"}
     found = {"wandb": told, "wandb/rank_1": told | {"id": "w1-1"}, "tensorboard": {"folder": "/here"}}
     online = {f"wandb/rank_{rank}": {"id": f"w1-{rank}", "url": f"https://w/w1-{rank}"} for rank in (10, 2)}
-    layout = RunLayout(folder)
+    layout = Run(folder)
     links = layout.tracking_dir / "wandb/links.json"
     links.parent.mkdir(parents=True)
     links.write_text(json.dumps({name: f"https://w/{name}" for name in ("w1", "w1-1", "w1-rank_3")}))
@@ -109,23 +93,10 @@ def test_links_of_all_runs_are_shown_also_of_those_that_were_sent_afterwards(tmp
     ],
 )
 def test_what_is_on_the_disk_is_told_from_the_run_directory_on(tmp_path: Path, folder: str, shown: str) -> None:
-    layout = RunLayout(tmp_path / "r")
+    layout = Run(tmp_path / "r")
     tracking = {"wandb": {"mode": "offline", "folder": folder.format(root=layout.root)}}
     view = Run(layout.root, RunRecord(run_id="r", status="succeeded", tracking=tracking))
     assert dict(sections(view))["tracking"] == [("wandb", shown)]
-
-
-def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    for name in ("steps-10-13/rank-0.pt.trace.json.gz", "steps-10-13/rank-1.pt.trace.json.gz", "steps-2-2/rank-1.csv"):
-        path = layout.artifacts_dir / "profile" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
-    layout.git_diff.write_text("+a\n")
-    record = RunRecord(run_id="r", status="failed", git=GitRecord(commit="abc", dirty=True))
-    about = dict(sections(Run(layout.root, record))[0][1])
-    assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
-    assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
 
 
 def test_messages_of_ranks_are_in_the_sections_that_their_events_name(tmp_path: Path) -> None:

@@ -180,16 +180,16 @@ def test_variables_of_wandb_win(tmp_path: Path) -> None:
     assert not {"project", "x_disable_stats"} & settings.keys()  # wandb takes them from the environment
 
 
-def test_odd_names_and_values_are_taken_and_ten_thousand_names(tmp_path: Path) -> None:
+def test_odd_names_and_values_are_taken_and_thousands_of_names(tmp_path: Path) -> None:
     tracker = WandbTracker(options(log_every=1))
     tracker.start(Heard().facts(tmp_path))
     odd = {"loss": math.nan, "a*b_loss": 1.0, "val/deep/er/loss": math.inf, "größe": -math.inf, "*": 2.0, "a.b\\c": 1.0}
     for step in range(4):
         tracker.log(items.Numbers(time.time_ns(), odd, step))
-    tracker.log(items.Numbers(time.time_ns(), {f"layer_{n}/loss": 1.0 for n in range(10_000)}, 4))
+    tracker.log(items.Numbers(time.time_ns(), {f"layer_{n}/loss": 1.0 for n in range(2_000)}, 4))
     tracker.finish("finished")
     logged = rows(tmp_path)
     assert len(logged) == 5
     assert logged[0].keys() == {*odd, "step", "attempt"}
     assert (logged[0]["loss"], logged[0]["val/deep/er/loss"]) == ("NaN", "Infinity")
-    assert len(logged[4]) == 10_002
+    assert len(logged[4]) == 2_002

@@ -157,23 +157,11 @@ def test_labels_that_miss_a_class_end_it_before_anything_starts(tmp_path: Path, 
     assert manifest.classes == tuple(CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "there are no weights .*model.pth: params.weights is the path of a file that the command and all"),
-    ],
-)
-def test_file_that_holds_no_weights_is_told_before_anything_starts(
-    tmp_path: Path, source: Path, content: bytes | None, complaint: str
-) -> None:
+def test_weights_that_are_not_there_are_told_before_anything_starts(tmp_path: Path, source: Path) -> None:
     weights = tmp_path / "model.pth"
-    if content is not None:
-        weights.write_bytes(content)
-    with pytest.raises(UsageError, match=complaint) as caught:
+    with pytest.raises(UsageError, match=r"there are no weights .*model.pth: params.weights is the path of a file"):
         prepared(tmp_path / "inputs", source, weights=str(weights))
-    assert "\n" not in str(caught.value)
     prepared(tmp_path / "inputs", source)
-    weights.unlink(missing_ok=True)
     prepared(tmp_path / "inputs", source, weights=str(weights))  # a run that goes on has a checkpoint
 
 
@@ -237,27 +225,17 @@ def test_a_manifest_that_can_not_be_written_leaves_the_one_before(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda m: m.update(extra=1), "extra: Unexpected keyword argument"),
         (lambda m: m.update(schema=2), "schema: Input should be 1"),
-        (lambda m: m.pop("keys"), "keys: Field required"),
-        (lambda m: m.update(keys="a/b.jpg"), "keys: Input should be a valid"),
-        (lambda m: m["keys"].__setitem__(0, 7), "keys.0: Input should be a valid string"),
         (lambda m: m["keys"].__setitem__(0, "a b/../../etc/passwd"), "leads out of the source"),
         (lambda m: m["keys"].__setitem__(0, "/etc/passwd"), "leads out of the source"),
         (lambda m: m["keys"].__setitem__(0, "a b//x.jpg"), "leads out of the source"),
         (lambda m: m["keys"].__setitem__(0, "a b/x\0.jpg"), "leads out of the source"),
         (lambda m: m["labels"].__setitem__(0, 2), "a label is of no class"),
-        (lambda m: m["labels"].__setitem__(0, -1), "labels.0: Input should be greater than or equal to 0"),
-        (lambda m: m["labels"].__setitem__(0, True), "labels.0: Input should be a valid integer"),
         (lambda m: m["labels"].pop(), "2 labels for 3 keys"),
-        (lambda m: m["sizes"].__setitem__(0, -2), "sizes.0"),
         (lambda m: m["classes"].reverse(), "its classes are not in order"),
-        (lambda m: m.update(classes=[]), "classes"),
-        (lambda m: m.update(train=[]), "train"),
         (lambda m: m.update(train=[2, 0]), "train is not a list of images in order"),
         (lambda m: m.update(val=[3]), "val is not a list of images in order"),
         (lambda m: m.update(val=[0]), "an image is in train and in val"),
-        (lambda m: m.update(train=[10**30]), "train"),
     ],
 )
 def test_hostile_content_is_a_clear_error(
@@ -277,11 +255,6 @@ def test_hostile_content_is_a_clear_error(
 def test_a_file_that_is_no_manifest_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(DamagedManifest, match="is damaged"):
-        Manifest.read(tmp_path)
-
-
-def test_a_missing_manifest_names_its_path(tmp_path: Path) -> None:
-    with pytest.raises(DamagedManifest, match=f"{tmp_path}/{FILE} can't be read"):
         Manifest.read(tmp_path)
 
 

@@ -10,18 +10,13 @@ import pytest
 
 from ddptrain.storage.sources import open_source
 from ddptrain.storage.store import (
-    Limits,
     Location,
-    NotFound,
     StoreError,
     StoreForbidden,
     StoreMissing,
     StoreUnreachable,
-    Transient,
 )
 from ddptrain.workloads.images.listing import list_images, prepare
-from ddptrain.workloads.images.manifest import Manifest
-from ddptrain.workloads.images.params import ImagesParams
 from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.servers.images_on_s3 import ImageBucket, draw, draw_folder, images_on_s3
 
@@ -79,21 +74,6 @@ def test_names_of_any_kind_are_listed_and_read(bucket: ImageBucket) -> None:
         assert all(store.get(name) == draw(seed=name) for name in HARD_NAMES)
 
 
-def test_a_split_source_in_a_store(bucket: ImageBucket, tmp_path: Path) -> None:
-    options = bucket.signed_options()
-    said: list[str] = []
-    (tmp_path / "split").mkdir()
-    params: dict[str, Any] = {"source": "s3://split/pets", "source_options": options}
-    prepare(params, tmp_path / "split", said.append)
-    manifest = Manifest.read(tmp_path / "split")
-    assert (len(manifest.train), len(manifest.val), manifest.classes) == (4, 2, ("cat", "dog"))
-    assert [manifest.keys[index] for index in manifest.val] == ["val/cat/cat_0.jpg", "val/dog/dog_0.jpg"]
-    assert "train/ trains, val/ validates" in said[-1]
-    location = manifest.location(ImagesParams(**params))
-    image = manifest.image(manifest.val[0])
-    assert len(open_source(location).get(image.key)) == image.size_bytes
-
-
 def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: ImageBucket, proxy: FaultProxy) -> None:
     proxy.inject(Fault("status", status=500, first=1), Fault("reset", first=1), Fault("truncate", first=2))
     found = list_images(Location(bucket.url, bucket.signed_options(proxy.url)))
@@ -122,23 +102,6 @@ def test_a_source_that_can_not_be_listed_is_told_in_one_line(
         listed(url, bucket.signed_options() | options)
     assert type(caught.value) is kind and words in str(caught.value)
     assert "\n" not in str(caught.value) and "wr0ng" not in str(caught.value)
-
-
-def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, proxy: FaultProxy) -> None:
-    location = Location(bucket.url, bucket.signed_options(proxy.url))
-    store, hasty = open_source(location), open_source(location, Limits(0.5))
-    for fault in (Fault("status", status=503), Fault("reset"), Fault("truncate")):
-        proxy.inject(fault)
-        with pytest.raises(Transient):
-            store.get(bucket.keys[0])
-    proxy.inject()
-    with pytest.raises(NotFound):
-        store.get("a/none.jpg")
-    assert store.get(bucket.keys[0]) == (bucket.folder / bucket.keys[0]).read_bytes()
-    assert proxy.counts() == {"get": 5, "faults": 3}, "it has no retries of its own"
-    proxy.inject(Fault("stall", delay_s=60))
-    with pytest.raises(Transient):
-        hasty.get(bucket.keys[0])
 
 
 def test_a_store_that_does_not_answer_is_given_up_in_time(

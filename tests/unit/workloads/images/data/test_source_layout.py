@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.listing import check_classes_agree, is_split, prepare
+from ddptrain.workloads.images.listing import is_split, prepare
 from ddptrain.workloads.images.manifest import FILE, Manifest
 
 
@@ -58,19 +58,6 @@ def test_a_source_is_split_if_its_folders_are_train_and_val(folders: set[str], s
 def test_a_source_that_is_split_in_another_way_is_refused_with_what_to_write(folders: set[str]) -> None:
     with pytest.raises(UsageError, match=r"SRC has the folders .* train and val with"):
         is_split(folders, "SRC")
-
-
-@pytest.mark.parametrize(
-    ("val", "complaint"),
-    [
-        (["cat", "cow"], "VAL, .* has folders that are not classes of the training data: cow; .* cat, dog, emu"),
-        (["cat"], "VAL, .* has no images of dog: it needs some of every class"),
-    ],
-)
-def test_classes_to_validate_with_are_those_of_training(val: list[str], complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        check_classes_agree({"cat", "dog", "emu"}, ["cat", "dog"], {*val}, "VAL")
-    check_classes_agree({"cat", "dog", "emu"}, ["cat", "dog"], {"cat", "dog", "emu"}, "VAL")
 
 
 # --- the list that is made of them ---

@@ -90,11 +90,6 @@ def test_another_seed_splits_otherwise() -> None:
     assert split(classes(50, 50), 0.5, 1) != split(classes(50, 50), 0.5, 2)
 
 
-def test_a_class_of_one_image_trains() -> None:
-    train, val = split(classes(1, 10), 0.1, 0)
-    assert "class-0/0.jpg" in train and len(val) == 9
-
-
 def test_all_images_train_when_nothing_is_to_validate() -> None:
     by_class = classes(3, 4)
     assert split(by_class, 1.0, 0) == (all_keys(by_class), set())

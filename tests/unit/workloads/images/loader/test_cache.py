@@ -5,8 +5,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from ddptrain.workloads.images.reader import Cache
 
 URL = "s3://bucket/dogs"
@@ -82,12 +80,6 @@ def test_size_is_kept_by_several_that_write_at_once(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_nothing_is_left_out_where_there_is_room(tmp_path: Path) -> None:
-    caches = [Cache(tmp_path, 10_000_000) for _ in range(4)]
-    write_at_once(caches)
-    assert len(files(tmp_path)) == 200
-
-
 def test_cache_of_others_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
     large = Cache(tmp_path, 1 << 20)
     for number in range(120):
@@ -133,18 +125,3 @@ def test_folder_that_can_t_be_written_is_told_once_and_does_not_matter(tmp_path:
         assert cache.get(URL, "a/0.jpg", "v1") is None
     (text,) = told
     assert text.startswith(f"images can't be cached in {tmp_path / 'cache'}, see params.cache.dir: ")
-
-
-def test_cache_that_can_only_be_read_is_of_use_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path, 1 << 20)
-    for key in ("a/0.jpg", "a/1.jpg"):
-        cache.put(URL, key, "v1", IMAGE)
-    cache._path(URL, "a/1.jpg", "v1").write_bytes(b"damaged")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("a disk that can't be written")
-
-    monkeypatch.setattr(os, "utime", refuse)
-    monkeypatch.setattr(Path, "unlink", refuse)
-    assert cache.get(URL, "a/0.jpg", "v1") == IMAGE
-    assert cache.get(URL, "a/1.jpg", "v1") is None

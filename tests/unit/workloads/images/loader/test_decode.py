@@ -74,12 +74,6 @@ def test_every_mode_becomes_colours(mode: str) -> None:
     assert planes[0, :, :6].mean() < 90 and planes[0, :, -6:].mean() > 165
 
 
-def test_pixels_are_the_same_as_bytes() -> None:
-    data = encoded(quarters())
-    pixels = np.frombuffer(decode_pixels(data, 32, None, random.Random()), np.uint8).reshape(32, 32, 3)
-    assert np.array_equal(pixels.transpose(2, 0, 1), decode_eval(data, 32))
-
-
 @pytest.mark.parametrize(("width", "height", "size"), [(500, 375, 224), (375, 500, 224), (90, 30, 32), (1000, 750, 64)])
 def test_centre_is_what_resizing_and_cropping_gives(width: int, height: int, size: int) -> None:
     image = photo(width, height)

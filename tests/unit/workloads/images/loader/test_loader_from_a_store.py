@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddptrain.errors import UsageError
-from ddptrain.storage.store import Location, StoreUnreachable
+from ddptrain.storage.store import Location
 from ddptrain.workloads.images.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
@@ -110,41 +107,6 @@ def test_broken_requests_change_neither_images_nor_their_order(served: Served) -
         served.proxy.reset()
 
 
-def test_second_epoch_and_another_run_with_the_cache_ask_the_store_for_nothing(served: Served, tmp_path: Path) -> None:
-    cache = {"dir": str(tmp_path / "cache"), "max_gb": 1.0}
-    batches = served.loader(cache=cache)
-    first = pixels(batches)
-    assert served.proxy.counts()["get"] == N_TRAIN
-    served.proxy.reset()
-    second = pixels(batches)
-    assert pixels(served.loader(cache=cache)) == first != second
-    assert served.proxy.counts() == {}
-
-
-def test_missing_images_are_named_and_replaced(served: Served) -> None:
-    missing = served.manifest.train[5]
-    served.proxy.inject(Fault("status", "get", match=served.manifest.keys[missing], status=404))
-    batches = [*served.loader()]
-    bad = {index: reason for batch in batches for index, reason in batch.bad.items()}
-    assert bad == {missing: "it is no longer there"}
-    labels = Counter(label for batch in batches for label in batch.labels.tolist())
-    assert labels == dict.fromkeys(range(5), N_TRAIN // 5), "of each class as many as before"
-
-
-def test_store_that_does_not_answer_for_long_ends_the_training_instead_of_having_images_replaced(
-    served: Served,
-) -> None:
-    batches = iter(served.loader(1.0, batch_size=4, requests=4))
-    next(batches)
-    served.proxy.inject(Fault("reset", share=0.5), Fault("status", status=503))
-    with pytest.raises(StoreUnreachable) as caught:
-        pixels(batches)
-    text = str(caught.value)
-    assert re.search(r"s3://images/dogs/Images gives no n\d+-\S+ since \d\d:\d\d:\d\d \(1 s\); the last error: ", text)
-    assert "failure.max_restarts or --resume continues from the newest checkpoint" in text
-    assert "503 SlowDown" in text or "the connection broke" in text or "no connection" in text
-
-
 def test_store_that_does_not_answer_for_a_while_is_waited_for(served: Served) -> None:
     expected = pixels(served.loader())
     batches = iter(served.loader(batch_size=4, requests=4))
@@ -160,12 +122,6 @@ def test_store_that_does_not_answer_for_a_while_is_waited_for(served: Served) ->
     shown += batches
     back.join()
     assert len(shown) == N_TRAIN // 4 and pixels(shown) == expected
-
-
-def test_requests_are_sent_side_by_side(served: Served) -> None:
-    served.proxy.inject(at_once=16)
-    assert len([*served.loader(requests=16)]) == 8
-    assert served.proxy.most_at_once() == 16
 
 
 def test_s3_image_folder_is_read_by_a_data_loader(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +166,3 @@ def test_image_folder_is_listed_without_hindering_a_fork(served: Served) -> None
     done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines() == [f"{[*served.manifest.classes]} 150", "True"], done.stderr
     assert served.proxy.counts()["list"] == 1
-
-
-def test_source_that_is_not_there_is_told_by_its_name(served: Served) -> None:
-    from ddptrain.workloads.images.dataset import ImageFolder
-
-    with pytest.raises(UsageError, match="s3://images/cats"):
-        ImageFolder("s3://images/cats", options=served.options)

@@ -58,7 +58,7 @@ def test_small_cnn_takes_images_of_any_size_and_has_few_weights(size: int) -> No
 
 @pytest.mark.parametrize(
     ("architecture", "size"),
-    [("googlenet", 64), ("inception_v3", 96), ("vit_b_32", 64), ("squeezenet1_1", 64), ("mobilenet_v3_small", 64)],
+    [("googlenet", 64), ("inception_v3", 96), ("squeezenet1_1", 64)],
 )
 def test_models_of_every_kind_give_a_score_for_each_class(architecture: str, size: int) -> None:
     config = described(architecture, size)
@@ -157,13 +157,6 @@ def test_head_of_another_size_is_replaced_and_all_else_is_loaded() -> None:
     after = model.state_dict()
     assert torch.equal(after["head.weight"], before)
     assert all(torch.equal(after[name], value) for name, value in state.items() if not name.startswith("head."))
-
-
-def test_head_of_the_same_size_is_loaded() -> None:
-    config, state = described("small_cnn"), pretrained(3)
-    model = build(config)
-    assert load(model, state, config, "w", keep_head=True) is None
-    assert torch.equal(model.state_dict()["head.weight"], state["head.weight"])
 
 
 @pytest.mark.parametrize("architecture", ["small_cnn", "squeezenet1_1", "regnet_y_400mf"])

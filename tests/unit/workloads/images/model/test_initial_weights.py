@@ -6,9 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from ddptrain.errors import UsageError
 from ddptrain.workloads.images import model as initial_weights
 from ddptrain.workloads.images.model import MEAN, STD
 from ddptrain.workloads.images.params import ImagesParams
@@ -35,19 +33,3 @@ def test_pixels_are_normalised_as_for_the_weights(weights: str | None, mean: Any
     found = described(weights=weights)
     assert (tuple(found["mean"]), tuple(found["std"])) == (tuple(mean), tuple(std))
     assert (found["image_size"], found["classes"], found["n_outputs"]) == (32, ["cat", "dog"], 2)
-
-
-class Broken(torch.nn.Module):
-    """A model for larger images."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(f"{list(images.shape)} is too small")
-
-
-def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"])
-    model = initial_weights.built_model(config)
-    assert model.training and model(torch.zeros(2, 3, 32, 32)).shape == (2, 2)
-    monkeypatch.setattr(initial_weights, "build", lambda config: Broken())
-    with pytest.raises(UsageError, match=r"\[1, 3, 32, 32\] is too small"):
-        initial_weights.built_model(config)

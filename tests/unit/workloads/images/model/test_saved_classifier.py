@@ -39,13 +39,6 @@ def test_the_model_is_what_was_saved_and_ready_to_predict(tmp_path: Path) -> Non
     assert saved.names == tuple(COLOURS)
 
 
-def test_model_that_asks_for_the_version_of_its_weights_is_loaded(tmp_path: Path) -> None:
-    config = description(architecture="mnasnet0_5", image_size=32)
-    model = build(config)
-    saved = load_model(make_run(tmp_path / "run", config, (3, 0.5, model)))
-    assert torch.equal(saved.model.state_dict()["classifier.1.weight"], model.state_dict()["classifier.1.weight"])
-
-
 def test_outputs_without_a_class_have_the_names_of_the_labels(tmp_path: Path) -> None:
     config = description(n_outputs=4, outputs=[2, 0, 3], output_names=["leaf, grass", "other", "sky", "rose"])
     saved = load_model(make_run(tmp_path / "run", config, (3, 0.5, build(config))))
@@ -56,24 +49,15 @@ def test_outputs_without_a_class_have_the_names_of_the_labels(tmp_path: Path) ->
     ("changes", "message"),
     [
         ({"architecture": "resnet5000"}, "there is no model 'resnet5000' here"),
-        ({"architecture": "os.system"}, "there is no model 'os.system' here"),
-        ({"architecture": 7}, "architecture: Input should be a valid string"),
-        ({"n_outputs": 10**9}, "n_outputs: Input should be less than or equal to 100000"),
         ({"n_outputs": 4}, "4 outputs have 3 names"),
         ({"image_size": 10**6}, "image_size: Input should be less than"),
-        ({"mean": [0.5, 0.5]}, "mean: List should have at least 3 items"),
-        ({"mean": [0.5, 0.5, float("nan")]}, "mean.2: Input should be a finite number"),
-        ({"std": [0.5, 0.5, 0.0]}, "std.2: Input should be greater than 0"),
         ({"outputs": [0, 1]}, "each class needs an output of its own"),
         ({"outputs": [0, 1, 1]}, "each class needs an output of its own"),
         ({"outputs": [0, 1, 3]}, "an output of a class is not one of the 3"),
         ({"outputs": [0, 1, -1]}, "an output of a class is not one of the 3"),
-        ({"classes": []}, "classes: List should have at least 1 item"),
-        ({"options": {"image_size": 10**9}}, "options.image_size"),
         ({"options": {"weights": "DEFAULT"}}, "options.weights"),
         ({"architecture": "vit_b_16", "options": {"num_layers": 4096}}, "options.num_layers"),
         ({"architecture": "maxvit_t", "options": {"input_size": [64] * 1000}}, "options.input_size"),
-        ({"hub": "evil/repo"}, "hub: Extra inputs are not permitted"),
     ],
 )
 def test_a_description_that_is_none_is_refused(changes: dict[str, Any], message: str) -> None:

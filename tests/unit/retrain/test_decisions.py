@@ -9,8 +9,8 @@ import pytest
 
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
+from ddptrain.retrain.decisions import Choice, choose, data_problem, is_resumable, unchanged
 from ddptrain.retrain.fingerprint import TrainingData
-from ddptrain.retrain.plan import Choice, choose, data_problem, is_resumable, unchanged
 
 CONFIG, DATA = "config", "data"
 NOW = datetime(2026, 3, 10, 3, 0, tzinfo=UTC)
