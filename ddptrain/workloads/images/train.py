@@ -1,6 +1,7 @@
 """Trains an image classifier: the training loop of each rank, its validation, and the evaluation of checkpoints.
 
-Copy this file to begin a training of your own: `Images` in data.py reads batches, model.py builds the network.
+Copy this file to begin a training of your own, as `workload: train:train`; the copy runs as it is. `Images` in data.py
+reads batches, model.py builds the network.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddptrain.config.wording import counted, listed
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data import BadImages, Batch, train_loader, val_loader
+from ddptrain.workloads.images.data import BadImages, Batch, image_list, train_loader, val_loader
 from ddptrain.workloads.images.listing import evaluated_only, evaluated_params
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.model import ModelInput, SavedConfig, answer_names, load_classifier, new_model
@@ -50,9 +51,7 @@ _MOST_NAMED = 5
 def train(ctx: RankContext, **params: Any) -> None:
     """Train an image classifier on all ranks; `params` are those of ImagesParams."""
     settings = ImagesParams.model_validate(params)
-    if ctx.inputs is None:
-        raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
-    images = Manifest.read(ctx.inputs)
+    images = image_list(ctx, params)
 
     torch.manual_seed(settings.seed + ctx.rank)  # all ranks get rank 0's weights; each rank has a dropout of its own
     model, config = new_model(ctx, settings, images.classes)
