@@ -1,13 +1,15 @@
 """Runs a function in a fresh process, for a library that may block, start threads, or leave connections behind.
 
 The process is `python -m` of this module. It gets a request as a line of JSON, and sends answers as lines of JSON. It
-ends when its stdin is closed, that is, when its parent has ended, and can be killed at any time.
+ends when its stdin is closed, that is, when its parent has ended, and can be killed at any time; what it has started
+ends with it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -82,11 +84,16 @@ class Isolated:
 
     def _kill_late(self) -> None:
         self._is_late = True
-        self._process.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill the process if it still runs."""
-        self._process.kill()
+        self._kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         for pipe in (self._process.stdin, self._process.stdout):
@@ -140,7 +147,7 @@ def main() -> None:
 def _end_with_parent() -> None:
     while sys.stdin.read(4096):
         pass
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # this process leads its group
 
 
 if __name__ == "__main__":

@@ -260,7 +260,8 @@ def _worker(worker: Mapping[str, Any]) -> str:
 
 def _waits(run: Mapping[str, Any]) -> str:
     asked = counted(run["asked"], "slot") if run["asked"] is not None else "all slots"
-    return f"for {asked}, for {run['waited_s']:.0f} s"
+    priority = f", priority {run['priority']}" if run["priority"] else ""
+    return f"for {asked}, for {run['waited_s']:.0f} s{priority}"
 
 
 def _time(text: str) -> str:

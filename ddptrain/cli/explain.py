@@ -60,18 +60,19 @@ def _explain_run(run: str, *, as_json: bool) -> None:
     view = open_runs_dir(place).find(name)
     record, run_id = view.record, view.run_id
     option = "" if place == opt.DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
-    code = None if view.is_running else record.exit_code  # the end of a killed driver is not recorded
+    code = None if view.goes_on else record.exit_code  # the end of a killed driver is not recorded
     if view.problem:
         end = f"is not readable: {view.problem}"
-    elif view.is_running:
-        end = f"is {view.shown_status} in {record.driver.description}"
+    elif view.goes_on:
+        where = record.driver.description if view.is_running else ", ".join(job.description for job in record.jobs[-1:])
+        end = f"is {view.shown_status}{where and f' in {where}'}"
     else:
         end = f"{view.status_text} (exit code {code})" if code is not None else f"{view.status}, without an exit code"
     cause = root_cause(record.failure)
     look = f"ddptrain results show {run_id}{option} (everything that is known of it)"
     rank = "" if record.failure is None or record.failure.rank is None else f" --rank {record.failure.rank}"
     following = [look, f"ddptrain results logs {run_id}{rank}{option}"]
-    if view.is_running:
+    if view.goes_on:
         following += [f"ddptrain {verb} {run_id}{option}" for verb in ("watch", "stop")]
     elif view.status != RunStatus.SUCCEEDED and record.checkpoints:
         following.append(f"the same command again, with --resume {run_id} (continues from {record.checkpoints[0]})")

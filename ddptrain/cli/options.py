@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.parser import MORE
+from ddptrain.cli.parser import MORE, OPTIONAL_NUMBER
 from ddptrain.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from ddptrain.protocol.rank_spec import Debug
     from ddptrain.results.run import Run as FoundRun
     from ddptrain.results.runs import Runs as Runs
 
@@ -65,6 +66,13 @@ ClusterOption = Annotated[
         help="A cluster that is up: its name, its scheduler's address, or a scheduler file.",
     ),
 ]
+WaitOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Wait for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
+    ),
+]
 RunsDirOption = Annotated[
     str | None,
     typer.Option(
@@ -110,6 +118,12 @@ DryRunOption = Annotated[
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
+SubmitOption = Annotated[
+    bool,
+    typer.Option(
+        "--submit", help="Return when the run is in the queue of Slurm or Kubernetes, whose job runs it to its end."
+    ),
+]
 AllRanksOption = Annotated[
     bool,
     typer.Option(
@@ -134,6 +148,23 @@ OutputOption = Annotated[
         show_default=False,
         rich_help_panel=MORE,
         help="auto, live, plain or json; auto is live on a terminal, and plain lines elsewhere.",
+    ),
+]
+DebugOption = Annotated[
+    int | None,
+    typer.Option(
+        "--debug",
+        metavar=OPTIONAL_NUMBER,
+        min=0,
+        help="Connect this terminal to pdb in a rank, by default 0, at breakpoint() or an exception; the others wait.",
+    ),
+]
+ListenOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[HOST:]PORT",
+        rich_help_panel=MORE,
+        help="With --debug: let an editor connect to debugpy in the rank, on 127.0.0.1 of its host.",
     ),
 ]
 ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
@@ -188,6 +219,25 @@ VerboseOption = Annotated[
 ]
 
 
+def debug_rank(rank: int | None, listen: str | None, output: str, *, detach: bool) -> Debug | None:
+    """Return what --debug and --listen ask for. Raises UsageError."""
+    from ddptrain.driver.control.debugger import check_input
+    from ddptrain.protocol.rank_spec import Debug
+
+    if listen is not None:
+        host, _, port = listen.rpartition(":")
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise UsageError(f"--listen {listen}: expected a port, as 5678, or HOST:PORT")
+        return Debug(rank or 0, int(port), host.strip("[]") or "127.0.0.1")
+    if rank is None:
+        return None
+    if detach or output == "json":
+        unfit = "--detach" if detach else "--output json"
+        raise UsageError(f"--debug connects this terminal to the debugger: leave {unfit} out, or give --listen PORT")
+    check_input()
+    return Debug(rank)
+
+
 def set_option(example: str) -> Any:
     """Return the option --set; its help has an example."""
     return typer.Option("--set", metavar="KEY=VALUE", help=f"Change a field, as --set {example}; repeatable.")
@@ -223,13 +273,17 @@ def local_config(config: str) -> str:
     return str(fetch_config(config))
 
 
-def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None = None) -> dict[str, str]:
+def field_options(
+    ranks: int | None, cluster: str | None, runs_dir: str | None = None, wait: str | None = None
+) -> dict[str, str]:
     """Convert options for configuration fields: `--set` text -> the option as it was typed."""
     options: dict[str, str] = {}
     if ranks is not None:
         options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
     if cluster is not None:
         options |= dict.fromkeys(_cluster_fields(cluster), f"--cluster {cluster}")
+    if wait is not None:
+        options[f"cluster.wait_s={wait}"] = f"--wait {wait}"
     if runs_dir is not None:
         options[f"results.dir={json.dumps(runs_dir)}"] = f"--runs-dir {runs_dir}"
     return options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import textwrap
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -20,6 +21,7 @@ from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import UsageError
 
 MORE = "More"  # the last section of options
+OPTIONAL_NUMBER = "[RANK]"  # the metavar of options whose number may be left out
 _COMMON = {"--runs-dir": True, "--models-dir": True, "--verbose": False}  # of every command: whether it has a value
 
 
@@ -32,6 +34,16 @@ class Command(TyperCommand):
         self.examples = textwrap.dedent(examples).strip().splitlines()
         lines = ("\b", "Examples:", *(f"  {line}" for line in self.examples))  # \b: the lines are not joined
         super().__init__(*args, **{**settings, "help": text, "epilog": "\n".join(lines) if examples else None})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; an option of OPTIONAL_NUMBER may stand alone."""
+        if ctx.allow_interspersed_args:  # else the words after the first argument belong to a script
+            alone = {name for param in self.params if param.metavar == OPTIONAL_NUMBER for name in param.opts}
+            words, args = deque(args), []
+            while words:
+                word = words.popleft()
+                args.append(with_number(word, words) if word in alone else word)
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line; typer writes a required argument as {CONFIG}."""
@@ -49,6 +61,11 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+def with_number(option: str, following: deque[str]) -> str:
+    """Return the option with the number that follows it, which is taken, or with 0."""
+    return f"{option}={following.popleft() if following and following[0].isdecimal() else 0}"
 
 
 class Commands(Mapping[str, Any]):

@@ -26,6 +26,7 @@ from ddptrain.text_tables import clean_line, duration, plain_sections, plain_tab
 
 if TYPE_CHECKING:
     from ddptrain.results.prune import PruneReport
+    from ddptrain.results.selection import RunFields
 
 app = typer.Typer(help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False)
 
@@ -33,9 +34,21 @@ _MARK = "\0"  # no argument contains it
 _SHOWN = 20
 _FIELDS = (  # the names of selection.FIELDS, which the help does not import
     "run, name, workload, status, started, ended, duration, age, ranks, attempts, exit_code, tags, note, "
-    "failure, commit"
+    "failure, jobs, commit"
 )
 _DAY_S = 86_400.0
+
+
+def _settled(run: RunFields) -> RunFields:
+    """Return a run, one in a queue as its batch system knows it."""
+    from ddptrain.results.run_record import RunStatus
+    from ddptrain.results.selection import RunFields
+
+    if run.view.status != RunStatus.QUEUED:
+        return run
+    from ddptrain.driver.submit import settled
+
+    return RunFields(settled(run.view))
 
 
 @app.callback(invoke_without_command=True)
@@ -106,7 +119,7 @@ def list_runs(
     if selection.needs_metrics:
         fetch_all(views, "metrics.jsonl")
     found = selection.apply(views)
-    runs = found[: limit or (None if json else _SHOWN)]
+    runs = [_settled(run) for run in found[: limit or (None if json else _SHOWN)]]
     for message in selection.unknown_fields(views):
         say(message)
     if json:
@@ -156,6 +169,7 @@ def show(run: opt.Run, json: opt.JsonOption = False) -> None:
         ddptrain results show latest
     """
     from ddptrain.results.run_record import SWEEP
+    from ddptrain.results.selection import RunFields
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.time_use import time_use_of
 
@@ -165,6 +179,7 @@ def show(run: opt.Run, json: opt.JsonOption = False) -> None:
         if not _show_sweep(run, as_json=json):
             raise
         return
+    view = _settled(RunFields(view)).view
     if view.record.kind == SWEEP and _show_sweep(run, as_json=json):  # one in a store
         return
     if json:
@@ -363,7 +378,7 @@ def prune(
         ddptrain results prune --keep 20 --dry-run
         ddptrain results prune --older-than 30d
     """
-    from ddptrain.config.sections.retraining import duration_s
+    from ddptrain.config.types import duration_s
     from ddptrain.model_registry.registry import ModelRegistry
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs

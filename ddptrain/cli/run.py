@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,11 @@ class RunCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; the options of torchrun are in ctx.meta. Raises UsageError."""
-        own = {name: not getattr(param, "is_flag", True) for param in self.params for name in param.opts}
+        own = {
+            name: "" if getattr(param, "is_flag", True) else param.metavar or "VALUE"
+            for param in self.params
+            for name in param.opts
+        }
         ctx.meta[TORCHRUN], rest = torchrun.read(args, os.environ, own)
         return super().parse_args(ctx, rest)
 
@@ -43,6 +48,7 @@ def run(
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
+    wait: opt.WaitOption = None,
     runs_dir: opt.RunsDirOption = None,
     run_id: opt.RunIdOption = None,
     overrides: Annotated[list[str] | None, opt.set_option("env.LEVEL=info")] = None,
@@ -50,6 +56,8 @@ def run(
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
+    debug: opt.DebugOption = None,
+    listen: opt.ListenOption = None,
     all_ranks: opt.AllRanksOption = False,
     verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
@@ -73,7 +81,7 @@ def run(
         data = torchrun.program(script, own, given, module=is_module)
         if not is_module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
             raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
-        resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir))
+        resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir, wait))
         shown = given.shown()
         if ignored := given.ignored(ranks=ranks is not None, runs_dir=runs_dir is not None):
             say(f"options of torchrun that have no use here and are ignored: {', '.join(ignored)}")
@@ -82,6 +90,7 @@ def run(
         launch = LaunchOptions(
             run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, shown
         )
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach))
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
 
 

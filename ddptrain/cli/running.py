@@ -55,10 +55,10 @@ def stop(
         ddptrain stop latest
         ddptrain stop latest --now
     """
-    from ddptrain.driver.control.stop import find_target, is_active, stop_run
+    from ddptrain.driver.control.stop import find_target, stop_run
 
     target = find_target(opt.PLACES.runs, run)
-    was_active = is_active(target.look())
+    was_active = target.look().goes_on
     ended = stop_run(target, now=now, by=_who(), tell=say)
     fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}
     print_result(fields, [clean_line(_words(ended, was_active=was_active))], as_json=as_json, indent=None)

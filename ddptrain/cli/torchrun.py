@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.cli.parser import OPTIONAL_NUMBER, with_number
 from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,29 +140,29 @@ class TorchrunOptions:
         return lambda local_rank: local_rank in ranks
 
 
-def read(
-    words: Sequence[str], environ: Mapping[str, str], own: Mapping[str, bool]
-) -> tuple[TorchrunOptions, list[str]]:
+def read(words: Sequence[str], environ: Mapping[str, str], own: Mapping[str, str]) -> tuple[TorchrunOptions, list[str]]:
     """Take the options of torchrun out of the words of a command line, up to the script; return the other words.
 
-    own: ddptrain's own options, and whether each takes a value. Raises UsageError for a missing value, and for an
+    own: ddptrain's own options, and what each takes, "" for nothing. Raises UsageError for a missing value, and for an
     option without any meaning here.
     """
     given = dict(_variables(environ))
     taken: list[str] = []
     rest: list[str] = []
-    waiting = iter(words)
-    for word in waiting:
+    waiting = deque(words)
+    while waiting:
+        word = waiting.popleft()
         if not word.startswith("-") or word in ("-", "--"):
             rest += [word, *waiting]
             break
         name, equals, value = _split(word, own)
         if name not in _VALUES and name not in _FLAGS:
-            rest.append(word)
-            if own.get(name) and not equals:
-                rest += itertools.islice(waiting, 1)
+            takes = own.get(name, "") if not equals else ""
+            rest.append(with_number(word, waiting) if takes == OPTIONAL_NUMBER else word)
+            if takes not in ("", OPTIONAL_NUMBER) and waiting:
+                rest.append(waiting.popleft())
             continue
-        following = [] if name in _FLAGS or equals else list(itertools.islice(waiting, 1))
+        following = [waiting.popleft()] if name not in _FLAGS and not equals and waiting else []
         typed = " ".join([word, *following])
         if name in _FLAGS and equals:
             raise UsageError(f"{typed} has a value, which it does not take")

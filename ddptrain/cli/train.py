@@ -31,11 +31,15 @@ def train(
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
+    wait: opt.WaitOption = None,
     run_id: opt.RunIdOption = None,
     resume: opt.ResumeOption = None,
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
+    submit: opt.SubmitOption = False,
+    debug: opt.DebugOption = None,
+    listen: opt.ListenOption = None,
     all_ranks: opt.AllRanksOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
@@ -50,13 +54,14 @@ def train(
         ddptrain train train.yaml --resume auto
         ddptrain train train.yaml --dry-run
     """
-    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
+    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir, wait)
     with reporting_of(config, report) as reporting:
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
-        start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach or submit))
+        start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach, submit=submit)
 
 
 def reporting_of(source: str, files: Sequence[str] | None) -> Reporting:
@@ -78,6 +83,7 @@ def start(
     ready: bool,
     dry_run: bool,
     detach: bool,
+    submit: bool = False,
 ) -> None:
     """Run a configuration for `train` and `run`. Raises typer.Exit with the exit code.
 
@@ -87,8 +93,10 @@ def start(
     if dry_run:
         from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.cluster_session import check_cluster
+        from ddptrain.driver.transfer.environment import environment_of
 
         check_workload(resolved)
+        environment_of(resolved)
         start = check_cluster(resolved.config.cluster, say)
         write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()
@@ -100,6 +108,8 @@ def start(
             "--resume RUN continues a run that has its id: leave --run-id out, or give --resume auto, which starts "
             "the run with that id or continues it"
         )
+    if submit:
+        raise typer.Exit(_submitted(ctx, resolved, options))
     if detach:
         raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=options.output == "json"))
     observers: list[RunObserver] = [reporting]
@@ -140,6 +150,26 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     for line in [begun.reason] if begun.done else lines:
         say(line)
     write([begun.run_id])
+    return 0
+
+
+def _submitted(ctx: typer.Context, resolved: ResolvedConfig, options: LaunchOptions) -> int:
+    """Send the same command to the queue of a batch system, for a run that is listed from now on."""
+    from ddptrain.driver.submit import submit
+
+    typed = _typed(ctx, leave_out={"submit", "output", "verbose", "runs_dir", "run_id", "resume"})
+    run, reason = submit(
+        resolved, [str(ctx.command.name), *typed], options.run_id, options.resume, options.allow_changes
+    )
+    job = run.record.jobs[-1].description if run.goes_on else ""
+    if options.output == "json":
+        print_json({"event": "run_submitted", "run_id": run.run_id, "run_dir": run.where, "job": job}, indent=None)
+        return 0
+    name = run.run_id if resolved.config.results.dir == "runs" else shlex.quote(run.where)
+    following = f"follow it with ddptrain watch {name}, stop it with ddptrain stop {name}"
+    for line in filter(None, (reason, job and f"run {run.run_id} is queued as {job}; {following}")):
+        say(line)
+    write([run.run_id])
     return 0
 
 

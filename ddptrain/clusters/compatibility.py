@@ -24,8 +24,11 @@ _COLUMNS = ("python", *_PACKAGES)
 _SCHEDULER = "scheduler"
 
 
-def check_cluster(client: Client, workers: Sequence[str]) -> None:
-    """Raise ClusterError, with a table of versions, if the scheduler or one of these workers does not fit or answer."""
+def check_cluster(client: Client, workers: Sequence[str], *, own: bool = False) -> None:
+    """Raise ClusterError, with a table of versions, if the scheduler or one of these workers does not fit or answer.
+
+    own: the ranks have an environment of their own, so torch and what trains with it may differ.
+    """
     try:
         answers: Any = client.sync(client.get_versions, packages=[*_PACKAGES], callback_timeout=_DEADLINE_S)
     except TimeoutError as error:
@@ -39,7 +42,8 @@ def check_cluster(client: Client, workers: Sequence[str]) -> None:
     # The version of torch that all workers should have: the driver's if one has it, else the first.
     torches = [answer["torch"] for who, answer in found.items() if who != _SCHEDULER and answer["torch"]]
     torch = driver["torch"] if driver["torch"] in torches or not torches else torches[0]
-    wrong = {who: _misfits(who, answer, {**driver, "torch": torch}) for who, answer in found.items()}
+    of_ranks = {"torch", "dask-pytorch-ddp"} if own else set()
+    wrong = {who: _misfits(who, answer, {**driver, "torch": torch}) - of_ranks for who, answer in found.items()}
     if not any(wrong.values()):
         return
     rows = Counter([("driver", *(driver[column] or "-" for column in _COLUMNS))])
@@ -86,10 +90,7 @@ def _advice(wrong: set[str], driver: Mapping[str, str | None], torch: str | None
         "distributed": f"'distributed>={'.'.join(map(str, _OLDEST_DASK))}'",
         "dask-pytorch-ddp": "dask-pytorch-ddp",
     }
-    steps = []
-    if "python" in wrong:
-        version = ".".join(map(str, _numbers(driver["python"])))
-        steps.append(f"use Python {version} there, or their version for the driver")
-    if install := [requirement for column, requirement in wanted.items() if column in wrong]:
-        steps.append(f"install what is marked there (pip install {' '.join(install)}) and restart those processes")
-    return f"To do: {'; '.join(steps)}"
+    install = " ".join(requirement for column, requirement in wanted.items() if column in wrong)
+    python = f"use Python {'.'.join(map(str, _numbers(driver['python'])))} there" if "python" in wrong else ""
+    steps = (python, install and f"install what is marked there (pip install {install}) and restart those processes")
+    return f"To do: {'; '.join(filter(None, steps))}"

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 _SURE_S = 10.0  # a cluster that does not answer for that long has failed, and is cleaned up
 _END_S = 60.0  # another command may need that long to clean up a failed start
-_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
+_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s", "priority"})
 _POLL_S = 0.02
 _WARM_ROUND_S = 1.0  # seconds that one check waits for the workers to become warm
 _FAULT_EVERY_S = 2.0  # seconds; each check costs a call to the batch system or the remote host
@@ -111,15 +110,21 @@ def _until_warm(
     deadline = max(began + timeout_s, time.monotonic() + _LAST_LOOK_S)
     asked_fault_at = time.monotonic()
     shown: set[str] = set()
+
+    def show(text: str) -> None:
+        if text not in shown:
+            shown.add(text)
+            tell(text)
+
     while True:
         check_signals()
         now = time.monotonic()
         view, state, reason = None, "no scheduler has come up", ""
         if address := cluster.read_address().address:
-            _show(f"scheduler at {address}", shown, tell)
+            show(f"scheduler at {address}")
             view, state = _seen(cluster, max(1.0, deadline - now))
         if view is not None and view.workers:
-            _show(state, shown, tell)
+            show(state)
         if view is not None and len(view.workers) >= expected:
             if view.total("slots") >= asked:
                 warm, fault = _warm(view)
@@ -150,12 +155,8 @@ def _seen(cluster: ClusterRecord, timeout_s: float) -> tuple[View | None, str]:
         ) from error
     except OSError as error:  # a forwarded port accepts connections before the scheduler does, and closes them
         return None, f"the scheduler at {cluster.address} does not answer ({error})"
-    room: Counter[str] = Counter()
-    for worker in view.workers:
-        room[_place(worker)] += worker["slots"]
-    sources = f" ({', '.join(f'{count} from {place}' for place, count in room.items())})" if len(room) > 1 else ""
     expected = counted(max(1, cluster.workers), "worker")
-    return view, f"{len(view.workers)} of {expected} joined, {counted(view.total('slots'), 'slot')}{sources}"
+    return view, f"{len(view.workers)} of {expected} joined, {counted(view.total('slots'), 'slot')}"
 
 
 def _warm(view: View) -> tuple[list[Mapping[str, Any]], str]:
@@ -176,12 +177,6 @@ def _warm(view: View) -> tuple[list[Mapping[str, Any]], str]:
             return [], ""
         warm.append({**worker, "warm": answer["warm"] if answer["ours"] else None})
     return warm, ""
-
-
-def _show(text: str, shown: set[str], tell: Tell) -> None:
-    if text not in shown:
-        shown.add(text)
-        tell(text)
 
 
 def _look_or_clean_up(name: str, tell: Tell) -> View | None:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.clusters.record import ClusterRecord, Part
     from ddptrain.clusters.resolve import Target
+    from ddptrain.config.sections.clusters import ClusterConfig
 
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DriverJob:
+    """A driver that a batch system starts for the run of `folder`; its environment has JOB.
+
+    words: the command and its arguments as typed; the `options` follow its name. config: the configuration with all
+    changes, and with its secrets, for a host that does not have its file.
+    """
+
+    name: str
+    run_id: str
+    folder: Path
+    words: Sequence[str]
+    options: Sequence[str]
+    config: Mapping[str, Any]
 
 
 class Cluster(Protocol):
@@ -70,3 +91,23 @@ class Backend(Protocol):
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End everything that `start` has started, even partly, and wait for its end. Raises ClusterError."""
+
+    def submit(self, config: ClusterConfig, driver: DriverJob) -> str:
+        """Have the driver started in a job, again when it ends with 75; return the job's id. Raises ClusterError."""
+        raise UsageError(
+            f"--submit is for cluster.backend slurm or kubernetes, and this one is {config.backend}: --detach lets the "
+            "driver continue on this host without this shell"
+        )
+
+    def job_state(self, job: str) -> str:
+        """Return the state of a submitted job, as "PENDING (Resources)" or "RUNNING"; "" if it has ended or is ending.
+
+        Raises ClusterError if the batch system can't be asked.
+        """
+        return ""
+
+    def cancel_job(self, job: str) -> None:
+        """End a submitted job. Raises ClusterError."""
+
+    def restart_job(self, job: str) -> None:
+        """Have the job of this process, which has ended with 75, started again. Raises ClusterError."""

@@ -58,7 +58,8 @@ def of_cluster(cluster: ClusterRecord) -> Target:
         raise ClusterError(f"the cluster {name} was started by ddptrain {version}, this is {__version__}: {again}")
     folder = cluster.tls_dir
     tls = own_security(folder) if folder else None
-    foreign = not provider_class(cluster.backend).own_workers
+    in_containers = cluster.config.slurm is not None and cluster.config.slurm.container_image is not None
+    foreign = in_containers or not provider_class(cluster.backend).own_workers
     return Target(cluster.address, tls, name, foreign, fixed=cluster.backend == "local")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -100,6 +101,28 @@ class CheckpointConfig(Strict):
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
+_HIGHER = re.compile(
+    r"(?:^|[/_])(?:acc|accuracy|auc|auroc|bleu|correct|f1|iou|map|precision|recall|reward|rouge|score)(?![a-z])"
+)
+
+
+class StopEarlyConfig(Strict):
+    """When training ends before its last epoch, as {patience: 5}: after a checkpoint, and the run has succeeded."""
+
+    patience: int = Field(ge=1, description="Values in a row that are no improvement, after which training ends.")
+    metric: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="A metric that rank 0 logs or gives to ctx.checkpoint; by default checkpoint.metric."
+    )
+    mode: Literal["min", "max"] | None = Field(
+        default=None,
+        description="Whether lower or higher is better. By default checkpoint.mode, if it is given for this metric; "
+        "else max if the name has a word such as accuracy, f1 or score, and min for all others.",
+    )
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0, description="By how much a value must be better to count as an improvement."
+    )
+
+
 class PrepareConfig(Strict):
     """Defaults of the arguments of ctx.prepare."""
 
@@ -167,11 +190,16 @@ class FailureConfig(Strict):
 
 
 class CodeConfig(Strict):
-    """The code that is sent to workers that do not see the project's folder."""
+    """The code and the packages that the ranks use on workers that do not have them."""
 
     ship: bool = Field(default=True, description="Whether code is sent; otherwise workers must have it.")
     folder: FilledText | None = Field(
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
+    )
+    environment: FilledText | None = Field(
+        default=None,
+        description="The packages of the ranks, which uv installs once on each host: uv for those of the project's "
+        "uv.lock, or a requirements file that pins every version; null for the packages of the workers.",
     )
 
 
@@ -233,6 +261,9 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="When checkpoints are written, and which are kept."
     )
+    stop_early: StopEarlyConfig | None = Field(
+        default=None, description="When training ends because a metric improves no longer; null never."
+    )
     prepare: PrepareConfig = Field(
         default=PrepareConfig(), description="What ctx.prepare does with a model, in workloads that call it."
     )
@@ -277,6 +308,15 @@ class RunConfig(Strict):
                 if "gate" not in retrain and metric and mode in ("min", "max"):  # errors name the fields of checkpoint
                     data = {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
         match data:
+            case {"stop_early": dict(early)}:
+                checkpoint = data.get("checkpoint")
+                known = checkpoint if isinstance(checkpoint, dict) else {}
+                default = known.get("metric", CheckpointConfig().metric)
+                if isinstance(watched := early.get("metric", default), str):
+                    better = "max" if _HIGHER.search(watched.lower()) else "min"
+                    better = known.get("mode", better) if watched == default else better
+                    data = {**data, "stop_early": {"metric": watched, "mode": better, **early}}
+        match data:
             case {"workload": str(workload)} if is_built_in(workload):
                 failure = data.get("failure", {})
                 if isinstance(failure, dict):
@@ -288,6 +328,10 @@ class RunConfig(Strict):
         if self.script is not None and self.params:
             raise wrong_field(
                 "params", "is given, but the workload is a script", "a script takes workload.args, as [--lr, 0.1]"
+            )
+        if self.stop_early is not None and self.stop_early.metric is None:
+            raise wrong_field(
+                "stop_early.metric", "is missing, and checkpoint.metric is null", "write one, as val/loss"
             )
         if self.evaluate is not None and self.script is not None:
             hint = "its model is judged by the metrics that it gives ctx.checkpoint"

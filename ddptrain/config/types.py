@@ -8,6 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from ddptrain.config.wording import describe_value
+
 MODULE_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*$"
 TARGET_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
@@ -15,6 +17,8 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 _A_YEAR_S = 31_536_000
 MOST_RANKS = 65_536
 _LAST_PORT = 65_535
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 
 
 def wrong_field(field: str, message: str, hint: str) -> PydanticCustomError:
@@ -56,6 +60,20 @@ def _variable_name(name: str) -> str:
     return _without_nul(name)
 
 
+def duration_s(text: str) -> float:
+    """Convert a duration such as "30d", "6h", "90m" or "1h30m" to seconds. Raises ValueError."""
+    parts = _DURATION.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text.replace(" ", ""):
+        raise ValueError(
+            f'{describe_value(text)} is not a duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
+        )
+    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+
+
+def _as_seconds(value: object) -> object:
+    return duration_s(value) if isinstance(value, str) else value
+
+
 def is_scheduler_file(address: str) -> bool:
     """Return whether an address is the path of a file that `dask scheduler --scheduler-file` wrote."""
     return "://" not in address and ("/" in address or address.endswith(".json"))
@@ -85,6 +103,8 @@ Line = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 SchedulerAddress = Annotated[str, AfterValidator(_without_nul), AfterValidator(_scheduler_address)]
 Seconds = Annotated[float, Field(le=_A_YEAR_S)]
+# Seconds, or a text such as "6h".
+Duration = Annotated[Seconds, BeforeValidator(_as_seconds, json_schema_input_type=float | str)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 

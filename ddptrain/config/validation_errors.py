@@ -11,8 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ddptrain.config.sections.retraining import duration_s
-from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, slug
+from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, duration_s, slug
 from ddptrain.config.wording import PathKey, describe_value, did_you_mean, dotted, nearest
 from ddptrain.config.yaml_reader import Document, scalar
 from ddptrain.errors import Problem

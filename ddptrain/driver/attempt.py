@@ -46,6 +46,7 @@ from ddptrain.results.errors import UnsafePath
 
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
 _SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
+_DEBUG_PAUSE_S = 2.0  # between two steps in the debugger
 LAST_SIGNAL = 3  # that asks to end: it kills the ranks
 _log = Log(__name__)
 
@@ -91,6 +92,7 @@ class Attempt:
         self.workers, self.output, self.transfer, self.recorder = workers, output, transfer, recorder
         self.watchdog, first = watchdog, self.ranks[0].spec
         self.lost_after_s = first.config.failure.lost_after_s
+        self.debugged = self.ranks[first.debug.rank] if first.debug is not None else None
         self.number, self.grace_s, self.is_script = first.attempt, first.config.failure.grace_s, first.code.is_script
         self.faults: list[Fault] = []
         self.signals = 0
@@ -101,6 +103,7 @@ class Attempt:
         self.preempt_until = math.inf  # when ranks must have saved
         self.stop_until = math.inf  # when stopped ranks are given up
         self.spare_until = math.inf  # when also the rank that failed is stopped
+        self.debug_until = 0.0  # faults wait until the user has left the debugger
         self._now, self._time_ns = now
         self._inquiry = Inquiry()
         self._stacks: list[tuple[int, events.FileSaved]] = []  # stored only if the inquiry finds a fault
@@ -141,7 +144,8 @@ class Attempt:
 
     def due(self) -> float:
         """Return the next deadline in monotonic seconds. An inquiry in progress suspends settle_until."""
-        waits = math.inf if self.stopping else self._inquiry.until if self._inquiry.under_way else self.settle_until
+        settled = self._inquiry.until if self._inquiry.under_way else max(self.settle_until, self.debug_until)
+        waits = math.inf if self.stopping else settled
         return min(waits, self.spare_until, self.preempt_until, self.stop_until)
 
     def cause(self) -> Fault | None:
@@ -177,10 +181,10 @@ class Attempt:
                     self._give_up(rank, text)
             case inbox.WorkerLost(address, reason):
                 self._on_worker_lost(address, reason)
-            case inbox.SignalReceived(signum, inbox.Request.FORWARD):
-                self._pass_on(signum)
+            case inbox.LineTyped(text) if self.debugged is not None:
+                self.workers.tell([self.debugged.spec], Command.INPUT, text)
             case inbox.SignalReceived(signum, request):
-                self._on_signal(signum, kills=request is inbox.Request.STOP_NOW)
+                self._on_signal(signum, request)
             case inbox.OutputFetched(attempt, read):
                 if attempt == self.number:
                     read()
@@ -306,6 +310,11 @@ class Attempt:
                     self._stacks.append((rank, event))
             case events.CheckpointSaved() | events.FileSaved():
                 self._transfer(rank, event)
+            case events.AsksForLine(log_size=size) if watched is self.debugged:
+                self.debug_until = math.inf
+                self.recorder.asks_for_line(rank, self.output.place_in_log(rank, size))
+            case events.DebuggerLeft(quit=place) if watched is self.debugged:
+                self._debugger_left(place)
         self._conclude_inquiry()
 
     def _on_failure(self, rank: Rank, failure: events.Failure) -> None:
@@ -328,6 +337,12 @@ class Attempt:
             fault = self.ranks[rank].fault = Fault(rank, FaultKind.GUARD, self._time_ns, reason)
             self._add_fault(fault)
             self._stop(self.grace_s)
+
+    def _debugger_left(self, place: str) -> None:
+        self.debug_until = self._now + _DEBUG_PAUSE_S
+        if place and not self.ordered:
+            self.outcome.signum, self.outcome.quit = signal.SIGINT, f"the debugger was quit at {place}"
+            self._stop(deadlines.at_once_s(self.ranks[0].spec))
 
     def _transfer(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
         self.transfers += 1
@@ -381,6 +396,8 @@ class Attempt:
     def _record_end(self, rank: Rank) -> None:
         """Record that a rank's process has ended, or is lost."""
         self.running -= 1
+        if rank is self.debugged:
+            self.debug_until = 0.0
         ends = self.stopping or self.ordered
         stopped = rank.preempted or (ends and rank.fault is None and not rank.finished)
         if refused := self.output.refused(rank.spec.rank):
@@ -420,6 +437,8 @@ class Attempt:
             return
         if fault.timed_out and not self._inquiry.begun:
             self._begin_inquiry()
+        if self.debugged and not self.debugged.over:  # the same error may open the debugger
+            self.debug_until = max(self.debug_until, self._now + _DEBUG_PAUSE_S)
         until = self._now + (deadlines.VICTIM_SETTLE_S if fault.victim else deadlines.SETTLE_S)
         if all(rank.over or rank.fault is not None for rank in self.ranks) and self._knows_cause():
             until = self._now  # no earlier fault can arrive
@@ -442,7 +461,14 @@ class Attempt:
         else:
             self.recorder.warn(f"{was_sent(signum)}, and no rank is in the workload: {name} has no effect")
 
-    def _on_signal(self, signum: int, *, kills: bool = False) -> None:
+    def _on_signal(self, signum: int, request: inbox.Request) -> None:
+        if request is inbox.Request.FORWARD:
+            self._pass_on(signum)
+            return
+        if request is inbox.Request.BREAK and self.debugged is not None and not self.debugged.over:
+            self.workers.tell([self.debugged.spec], Command.BREAK)
+            return
+        kills = request is inbox.Request.STOP_NOW
         self.signals = LAST_SIGNAL if kills else self.signals + 1
         if self.signals == 1 and self.stopping and not self.over:
             self.signals = 2  # the ranks cannot save any more
@@ -563,7 +589,7 @@ class Attempt:
             self._stop(deadlines.hung_s(self.ranks[0].spec))
 
     def _check_deadlines(self) -> None:
-        if self._now >= self.settle_until and not self._inquiry.under_way:
+        if self._now >= max(self.settle_until, self.debug_until) and not self._inquiry.under_way:
             self.settle_until = math.inf
             if not self.stopping:
                 self.recorder.status("stopping the other ranks")

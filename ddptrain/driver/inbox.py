@@ -34,6 +34,7 @@ class Request(StrEnum):
     END = "end"  # save and end; the second stops the ranks, the third kills them
     STOP_NOW = "stop now"  # kill the ranks
     FORWARD = "forward"  # nothing: the ranks get the signal
+    BREAK = "break"  # nothing: it opens the debugger
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,13 @@ class OutputFetched:
     read: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class LineTyped:
+    """The user has typed a line for the debugger, with its newline; "" is the end of the input."""
+
+    text: str
+
+
 Message = (
     News
     | TaskFailed
@@ -102,5 +110,6 @@ Message = (
     | ArtifactRetried
     | ResultsLost
     | OutputFetched
+    | LineTyped
 )
 Inbox = queue.SimpleQueue[Message]

@@ -21,8 +21,9 @@ OPENED = "run_opened"  # the first event of a run, which is not in events.jsonl:
 #   log_grew {rank}                  the rank has printed something
 #   system {sample}                  the use of a host
 #   message {level, message}         a notice that is only shown
+#   asks_for_line {rank, log_size}   the debugged rank waits for a line of the user; see protocol/events.py
 #   silence {message}                for how long a rank has not reported; "": all report
-LIVE = frozenset({"ranks", "numbers", "log_grew", "message", "system", "silence"})
+LIVE = frozenset({"ranks", "numbers", "log_grew", "message", "system", "silence", "asks_for_line"})
 _END_S = 30.0  # for the observers of packages to take the last events and the end
 
 

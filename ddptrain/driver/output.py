@@ -93,6 +93,10 @@ class RankOutput:
         """Return how many lines of a rank's events file are not valid events."""
         return self._mirrors[rank].refused
 
+    def place_in_log(self, rank: int, size: int) -> int:
+        """Return the size in bytes of a rank's log in the run directory when this attempt has added `size` bytes."""
+        return self._mirrors[rank].earlier_bytes + size
+
     def source(self, rank: int) -> Source:
         """Return where the staged files of a rank are. Raises LookupError if there is no such rank."""
         if rank < 0:
@@ -101,11 +105,14 @@ class RankOutput:
 
 
 class LogMirror:
-    """The log and the events of a rank. `refused` counts lines of the events file that are not valid events."""
+    """The log and the events of a rank. `refused` counts lines of the events file that are not valid events.
+
+    earlier_bytes: the size of the log in the run directory before this attempt.
+    """
 
     def __init__(self, spool: RankSpool, home_log: Path, *, shared: bool, fetch: Fetch) -> None:
         self.spool, self.home_log = spool, home_log
-        self.refused = 0
+        self.refused = self.earlier_bytes = 0
         self._fetch = read_chunk if shared else fetch
         self._have = {"log": 0, "events": 0}  # bytes of each file that have been taken
         self._shared = self._may_link = shared
@@ -115,6 +122,7 @@ class LogMirror:
         if not shared or os.path.lexists(home_log):  # an earlier attempt's log, or something that must not be there
             self._may_link = False
             secure_files.append(home_log, b"")
+            self.earlier_bytes = home_log.stat().st_size
 
     def lacks(self, news: RankNews) -> bool:
         """Return whether bytes before those in the news must be fetched from another host."""

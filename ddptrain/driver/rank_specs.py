@@ -19,8 +19,10 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
+    DEBUG_TIMEOUT_S,
     DIST_TIMEOUTS_S,
     Code,
+    Debug,
     ProcessGroup,
     RankSpec,
     sections,
@@ -30,6 +32,7 @@ from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
 from ddptrain.results.run_writer import RunWriter
 
+_DEBUG_ENV = {"TORCH_NCCL_ENABLE_MONITORING": "0"}  # NCCL's monitor would end ranks that wait for a debugged one
 RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
 
 
@@ -47,6 +50,7 @@ class RankSpecs:
     tracking: TrackingSetup
     evaluation: EvaluationPlan | None
     full_traceback: bool
+    debug: Debug | None
     tell: Callable[[str], None]
     package: CodePackage | None = None
 
@@ -62,9 +66,10 @@ class RankSpecs:
         shell = {} if config.cluster.is_embedded else variables_of_shell(os.environ)
         common: dict[str, Any] = {
             "config": rank_sections(config, profile=plan is None),
-            "group": process_group(config, places),
+            "group": process_group(config, places, DEBUG_TIMEOUT_S if self.debug else None),
+            "debug": self.debug,
             "resume_step": checkpoint.step if checkpoint is not None else 0,
-            "env": {**shell, **self.tracking.env, **config.env},
+            "env": {**shell, **self.tracking.env, **(_DEBUG_ENV if self.debug else {}), **config.env},
         }
         specs = []
         for place, folder, prepared, root in zip(places, folders, inputs, roots, strict=True):
@@ -115,8 +120,10 @@ def rank_sections(config: RunConfig, *, profile: bool = True) -> RunConfig:
     return sections(raw if profile else {**raw, "profile": None})
 
 
-def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGroup:
-    """Return backend, time limit and address. Backend auto is nccl if the ranks have GPUs, else gloo.
+def process_group(config: RunConfig, places: Sequence[RankPlace], timeout_s: float | None = None) -> ProcessGroup:
+    """Return backend, time limit (by default that of the configuration) and address.
+
+    Backend auto is nccl if the ranks have GPUs, else gloo.
 
     MIG instances use gloo, because NCCL refuses two instances of one GPU.
 
@@ -134,7 +141,8 @@ def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGrou
                 f"{len(places) - len(without)}), train on the CPU (cluster.gpus: 0), or mix them (dist.backend: gloo)"
             )
         backend = "nccl" if on_gpus and not any(place.gpu.startswith("MIG-") for place in places) else "gloo"
-    return ProcessGroup(backend, config.dist.timeout_s or DIST_TIMEOUTS_S[backend], places[0].slot.host)
+    limit_s = timeout_s or config.dist.timeout_s or DIST_TIMEOUTS_S[backend]
+    return ProcessGroup(backend, limit_s, places[0].slot.host)
 
 
 def code(resolved: ResolvedConfig) -> Code:

@@ -244,7 +244,7 @@ class AttemptEnd:
     signum: the last signal to the driver. notice: why the ranks have to save and end. loss: why the run directory
     cannot be written any more. leaving: a worker is about to end. age_s: the age of the attempt's newest checkpoint at
     the notice, negative if it was saved later; None if there is none. unsaved: checkpoints and files that were not
-    saved because a signal ended their transfer.
+    saved because a signal ended their transfer. quit: where the user has quit the debugger, as text.
     """
 
     ranks: Sequence[Rank]
@@ -255,6 +255,7 @@ class AttemptEnd:
     leaving: bool = False
     age_s: float | None = None
     unsaved: str = ""
+    quit: str = ""
 
     @property
     def saved_itself(self) -> bool:

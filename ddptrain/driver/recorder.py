@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Recorder:
         self._status = ""
         self._metric = metric
         self._logged: set[str] = set()
+        self._spikes = LossSpikes()
         self._failed = False  # a rank has failed in this attempt, and not as a consequence
         self._shown: Fault | None = None  # the root cause, if it was shown
 
@@ -93,6 +95,10 @@ class Recorder:
     def silence(self, text: str) -> None:
         """Show for how long a rank has not reported; "": all report."""
         self._pass({"event": "silence", "message": text})
+
+    def asks_for_line(self, rank: int, log_size: int) -> None:
+        """Let the user type a line for the debugger, after the log was shown up to this size in bytes."""
+        self._pass({"event": "asks_for_line", "rank": rank, "log_size": log_size})
 
     def status(self, text: str, *, announced: bool = False) -> None:
         """Show and record what the run waits for; `announced`: a notice says it, too."""
@@ -134,6 +140,8 @@ class Recorder:
             self.writer.add_metrics(metrics, rank)
         for each in metrics:
             self._logged |= each.values.keys()
+            if rank == 0 and (spike := self._spikes.add(each)) is not None:
+                self.rank_event(rank, spike)
         self._pass({"event": "numbers", "rank": rank, "numbers": numbers})
         if progress := [event for event in numbers if isinstance(event, events.Progress)]:
             self._progress(rank, progress[-1])
@@ -247,6 +255,7 @@ class Recorder:
         """Prepare for another attempt."""
         self._failed, self._shown, self._is_finite, self.verdict = False, None, True, None
         self._paces.clear()
+        self._spikes.forget()
         self.writer.set_progress(None)
 
     def show_cause(self, fault: Fault, text: str) -> None:
@@ -267,6 +276,46 @@ class Recorder:
             self.event("checkpoint_saved", rank=rank, step=step, path=path, best=best and dataclasses.asdict(best))
         else:
             self.event("artifact_saved", rank=rank, path=path)
+
+
+class LossSpikes:
+    """Finds values of train/loss far above their median: by 10 standard deviations, which the MAD estimates.
+
+    The deviation counts as at least 5 % of the median, so that a loss which hardly varies may rise by half; and the
+    value must be a quarter above the largest one of the window, because the loss of small batches has a long tail.
+    """
+
+    WINDOW, LEAST, EVERY, MOST = 100, 50, 10, 3  # values; values between two medians; spikes of a run
+    _DEVIATIONS, _LEAST_SHARE, _OF_MAD, _OVER_MAX = 10.0, 0.05, 1.4826, 1.25
+
+    def __init__(self) -> None:
+        self.found = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new window, as the values may be of an earlier step."""
+        self._values: deque[float] = deque(maxlen=self.WINDOW)
+        self._new, self._median, self._limit = 0, 0.0, math.inf
+
+    def add(self, row: events.Metrics) -> events.LossSpike | None:
+        """Take a row of rank 0; return the spike if its loss is one."""
+        value = row.values.get("train/loss")
+        if value is None or not math.isfinite(value) or self.found >= self.MOST:
+            return None
+        if value > self._limit:
+            self.found += 1
+            spike = events.LossSpike(row.time_ns, value, self._median, self._limit, row.step, row.epoch)
+            self.forget()  # what follows belongs to this spike until the window is filled again
+            return spike
+        self._values.append(value)
+        self._new += 1
+        if self._new >= self.EVERY and len(self._values) >= self.LEAST:
+            self._new, middle = 0, len(self._values) // 2
+            self._median = sorted(self._values)[middle]
+            mad = sorted(abs(each - self._median) for each in self._values)[middle]
+            deviation = max(self._OF_MAD * mad, self._LEAST_SHARE * abs(self._median))
+            self._limit = max(self._median + self._DEVIATIONS * deviation, self._OVER_MAX * max(self._values))
+        return None
 
 
 def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Collection[str]) -> str:

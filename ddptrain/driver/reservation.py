@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddptrain.clusters import lifecycle
 from ddptrain.clusters.scheduler import slots
@@ -12,6 +12,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import RankRange
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError
+from ddptrain.results.run_record import HolderRecord, QueueRecord
 
 _QUIET_S = 1.0  # a shorter wait is not shown
 
@@ -21,13 +22,14 @@ class SlotRequest:
     """The slots that a run requests, and how long it waits for them.
 
     ranks: None requests every slot. start_timeout_s: for workers to appear. wait_s: for slots that other runs hold; 0:
-    do not wait. least: so many slots are enough once `gather_s` have passed.
+    do not wait. priority: among the runs that wait. least: so many slots are enough once `gather_s` have passed.
     """
 
     ranks: int | None
     gpus_only: bool
     start_timeout_s: float
     wait_s: float
+    priority: int = 0
     least: int | None = None
     gather_s: float = 0.0
 
@@ -36,13 +38,14 @@ def request_for(config: RunConfig, of_machine: int | None) -> SlotRequest:
     """Return the slots that a run with this configuration requests; `of_machine`: those of an embedded cluster."""
     cluster = config.cluster
     if of_machine is not None:
-        return SlotRequest(of_machine, False, cluster.start_timeout_s, cluster.wait_s)
+        return SlotRequest(of_machine, False, cluster.start_timeout_s, cluster.wait_s, cluster.priority)
     most = cluster.ranks.max if isinstance(cluster.ranks, RankRange) else cluster.ranks
     ranks = None if most == "auto" else most
     gpus = 0 if cluster.gpus == "auto" else int(cluster.gpus)
     least = cluster.ranks.min if isinstance(cluster.ranks, RankRange) else None
     gather_s = config.failure.lost_after_s / 2 if least is not None else 0.0
-    return SlotRequest(ranks or gpus or None, gpus > 0, cluster.start_timeout_s, cluster.wait_s, least, gather_s)
+    times = cluster.start_timeout_s, cluster.wait_s
+    return SlotRequest(ranks or gpus or None, gpus > 0, *times, cluster.priority, least, gather_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,11 @@ class WaitHooks:
     check: raises ClusterError if foreign workers with these addresses, or the scheduler, cannot run this. worker_fault:
     why a worker will never appear, or None. last_words: the last log lines of failed workers. tell: shows the status.
     cluster: the name of a cluster that the user started, or "". fixed: it has all its slots once a worker is there.
+    queued: called with the place in the queue whenever it has changed.
     """
 
     tell: Callable[[str], None]
+    queued: Callable[[QueueRecord], None] = lambda _: None
     check: Callable[[Sequence[str]], None] | None = None
     worker_fault: Callable[[], str | None] = lambda: None
     last_words: Callable[[], str] = lambda: ""
@@ -96,14 +101,17 @@ class SlotQueue:
         return self.request.ranks
 
     def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
+        queued = _queued(refusal)
         if enough:
             text = f"waiting for {counted(refusal.asked, 'slot')}, {refusal.free} of {refusal.total} are free"
-            text += (f": number {refusal.place} in line" if refusal.place else "") + _held_by(refusal)
+            text += f": {queued.description}" if queued.description else ""
         else:
             text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
         if text != self.shown:
             self.shown = text
             self.hooks.tell(text)
+            if enough:
+                self.hooks.queued(queued)
 
     def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
         kind = "slot{} with a GPU" if self.request.gpus_only else "slot{}"
@@ -133,9 +141,11 @@ class SlotQueue:
     def _held(self, refusal: slots.Refusal, waited_s: float) -> str:
         ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
         wait = "Wait longer" if self.request.wait_s else "Wait in line"
+        holders = replace(_queued(refusal), place=0).description
+        held = f", {holders}" if holders else ""
         return (
             f"{_needed(refusal.asked)}, but {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
-            f"{_held_by(refusal)}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
+            f"{held}{ahead}. {wait} with --wait (cluster.wait_s), or ask for fewer with --ranks"
         )
 
 
@@ -147,5 +157,5 @@ def _needed(number: int, kind: str = "slot{}") -> str:
     return f"1 {kind.format('')} is needed" if number == 1 else f"{number} {kind.format('s')} are needed"
 
 
-def _held_by(refusal: slots.Refusal) -> str:
-    return f", held by {', '.join(refusal.holders)}" if refusal.holders else ""
+def _queued(refusal: slots.Refusal) -> QueueRecord:
+    return QueueRecord(refusal.asked, refusal.place, tuple(HolderRecord(*holder) for holder in refusal.holders))

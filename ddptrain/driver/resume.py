@@ -82,8 +82,10 @@ def _newest(runs: Runs, resolved: ResolvedConfig, *, allow_changes: bool) -> Cho
     ours = [view for view in named if not view.why_foreign()]
     if not ours:
         return Choice(None, f"starting a new run: there is no run named {name} to resume in {runs.where}")
-    for view in [ours[0], *(each for each in ours[1:] if each.is_running)]:
+    for view in [ours[0], *(each for each in ours[1:] if each.goes_on)]:
         _require_ended(view)
+        if view.status == RunStatus.QUEUED:
+            raise RunLocked(f"run {view.run_id} is queued: give --run-id to start it here, or stop it first")
     view = ours[0]
     changes = list(_changes(view, resolved))
     if changes and not allow_changes and view.status != RunStatus.SUCCEEDED:
@@ -112,6 +114,7 @@ def _require_ended(view: Run) -> None:
 
 def _how_it_ended(view: Run) -> str:
     words = {
+        RunStatus.QUEUED: "was queued",
         RunStatus.CANCELLED: "was cancelled",
         RunStatus.PREEMPTED: "was preempted",
         RunStatus.SUCCEEDED: "succeeded",

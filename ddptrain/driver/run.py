@@ -13,19 +13,23 @@ import json
 import os
 import queue
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ddptrain.clusters import record
+from ddptrain.clusters.backends.embedded import EmbeddedCluster
+from ddptrain.clusters.machine_slots import LocalResources, crowding, local_resources
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, crowding, local_resources
+from ddptrain.driver.cluster_session import SharedRun, cluster_for
+from ddptrain.driver.control.debugger import DebuggerTerminal, check_debug
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, summary
@@ -41,13 +45,14 @@ from ddptrain.driver.run_end import (
     name_stop_command,
 )
 from ddptrain.driver.tracking.setup import TrackingSetup, check_trackers
+from ddptrain.driver.transfer.environment import Environment, environment_of
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.errors import ClusterError, DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log, set_context
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.exec_env import without_working_directory
+from ddptrain.protocol.exec_env import JOB, without_working_directory
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.errors import ResultsError
@@ -59,6 +64,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, open_runs_dir
 from ddptrain.results.time_use import time_use, timed_events
 from ddptrain.sanitize import sanitized
+from ddptrain.worker.environment import python_of
 
 if TYPE_CHECKING:
     from ddptrain.driver.connect import Session
@@ -66,7 +72,8 @@ if TYPE_CHECKING:
     from ddptrain.driver.ranks import AttemptEnd, RankPlace
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.workers import Workers
-    from ddptrain.protocol.rank_spec import RankSpec
+    from ddptrain.protocol.rank_spec import Debug, RankSpec
+    from ddptrain.results.run_record import JobRecord
 
 
 _log = Log(__name__)
@@ -88,6 +95,7 @@ class LaunchOptions:
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     observers: Sequence[RunObserver] = ()
     inputs: Mapping[str, bytes] = field(default_factory=dict)  # files for the ranks, by name: in ctx.inputs
+    debug: Debug | None = None  # the rank that is debugged
     shared: SharedRun | None = None  # the run is one of several in this process, each in a thread; without a display
 
 
@@ -99,7 +107,9 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config, shared, plan = resolved.config, options.shared, options.evaluation
     prepared_by = plan.prepare if plan is not None else _prepared_by(config)
     check_trackers(config)
+    environment = environment_of(resolved)
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
+    check_debug(options.debug, machine.ranks if machine is not None else config.cluster.slots)
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
     runs = open_runs_dir(config.results.dir)
@@ -133,7 +143,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         writer.save_git_diff()
         _opened(options, writer.layout, choice.reason if choice else "", done=False)
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights, options.inputs)
-        return Run(resolved, options, choice, machine, writer, inputs, inbox, signals).run()
+        return Run(resolved, options, choice, machine, environment, writer, inputs, inbox, signals).run()
 
 
 def _opened(options: LaunchOptions, layout: RecordedRun, reason: str, *, done: bool) -> None:
@@ -174,6 +184,7 @@ class Run:
     options: LaunchOptions
     choice: Choice | None
     machine: LocalResources | None
+    environment: Environment | None
     writer: RunWriter
     inputs: RunInputs
     inbox: Inbox
@@ -185,6 +196,10 @@ class Run:
         shared, layout, is_training = self.options.shared, self.writer.layout, self.options.evaluation is None
         self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.observers: list[RunObserver] = [*self.options.observers]
+        debug, debugger = self.options.debug, None
+        if debug is not None and not debug.port:
+            debugger = DebuggerTerminal(debug.rank, self.signals, self.inbox)
+            self.observers.insert(0, debugger)
         if shared is None:
             display = Display(
                 self.options.output,
@@ -193,16 +208,19 @@ class Run:
                 stdout=sys.stderr if self.options.to_stderr else None,
                 all_ranks=self.options.all_ranks,
                 stage="" if is_training else _EVALUATION,
+                debugger=debugger,
             )
             self.observers.insert(0, display)
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
-        score = {"nan": "ignore"}  # which may be NaN
-        self.failure = self.config.failure if is_training else self.config.failure.model_copy(update=score)
+        nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        nan = "warn" if debug is not None and nan == "stop" else nan
+        self.failure = self.config.failure.model_copy(update={"nan": nan})
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.failure)
+        python = python_of(self.environment.digest) if self.environment is not None else ""
         self.cluster: Cluster = (
-            cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show)
+            cluster_for(self.config, self.machine, layout.scratch_dir, self.recorder.show, python)
             if shared is None
             else shared.cluster
         )
@@ -240,6 +258,7 @@ class Run:
                 stack.callback(self.cluster.close)
             stack.callback(self.inputs.close)
             if shared is None:
+                self._wait_for_room()
                 self.cluster.begin()  # first, so that its processes import torch while this one imports Dask
             prepared = plan.request if plan is not None else self.config.params
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
@@ -264,6 +283,28 @@ class Run:
                 workers.subscribe()
                 self.inputs.wait(self.recorder.show)
             return self._run_attempts(session, workers)
+
+    def _wait_for_room(self) -> None:
+        """Wait until other runs leave enough slots of this machine, if the run waits for them. Raises ClusterError."""
+        if not (isinstance(self.cluster, EmbeddedCluster) and self.config.cluster.wait_s):
+            return
+        from ddptrain.driver.reservation import SlotQueue, WaitHooks, request_for
+
+        hooks = WaitHooks(self.recorder.status, lambda queued: self.writer.update(queued=queued))
+        with self._in_line():
+            queue = SlotQueue(request_for(self.config, self.cluster.slots), hooks)
+            while (refusal := self.cluster.wait_for_room(self.config.cluster.priority)) is not None:
+                queue.wait(refusal)
+
+    @contextmanager
+    def _in_line(self) -> Iterator[None]:
+        """A wait that signals interrupt; after it the run is not queued."""
+        try:
+            with self.signals.interrupting():
+                yield
+        finally:
+            if self.writer.record.queued is not None:
+                self.writer.update(queued=None)
 
     def _show_start(self) -> None:
         if self.options.evaluation is not None:
@@ -299,17 +340,21 @@ class Run:
             tracking,
             self.options.evaluation,
             self.options.full_traceback,
+            self.options.debug,
             self.recorder.status,
         )
         restarts = RestartPolicy(self.config.failure)
         checkpoint = self._resumed()
         while True:
             places = self._reserve(session, workers)
+            check_debug(self.options.debug, len(places))
             number = len(self.writer.record.attempts) + 1
             set_context(attempt=number)
             self.writer.go_on_from(checkpoint, policy)
             tracking.go_on_from(checkpoint)
             with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
+                if self.environment is not None:
+                    self.environment.install(workers, places, self.config.env, self.recorder)
                 built = specs.build(number, places, checkpoint)
             workers.give(built, places)
             self._record_start(checkpoint, len(places))
@@ -355,7 +400,7 @@ class Run:
 
     def _resumed(self) -> VerifiedCheckpoint | None:
         """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
-        if self.choice is None or self.choice.folder is None:
+        if self.choice is None or self.choice.folder is None or not self.writer.record.attempts:
             return None
         with self.signals.interrupting():
             checkpoint = newest_verified(self.writer.layout, lambda text: self.recorder.show(text, "warning"))
@@ -375,14 +420,15 @@ class Run:
 
         target, slots = session.target, self.machine.ranks if self.machine is not None else None
         hooks = WaitHooks(
-            check=(lambda addresses: check_cluster(session.client, addresses)) if target.foreign else None,
+            check=partial(check_cluster, session.client, own=self.environment is not None) if target.foreign else None,
             worker_fault=worker_fault,
             last_words=self.cluster.last_words,
             tell=self.recorder.status,
+            queued=lambda queued: self.writer.update(queued=queued),
             cluster=target.name,
             fixed=target.fixed,
         )
-        with self.signals.interrupting():
+        with self._in_line():
             places = workers.reserve(request_for(self.config, slots), hooks)
         shows = self.options.shows or (lambda local_rank: True)
         hidden = {place.rank for place in places if not shows(place.placement.local_rank)}
@@ -417,7 +463,8 @@ class Run:
         logs = [self.writer.layout.log(place.rank) for place in places]
         output = RankOutput(ranks, logs, self.inbox, workers.fetch, workers.has)
         transfer = TransferQueue(self.writer, policy, self.inbox, output.source)
-        watchdog = new_watchdog(self.config.failure.hang_timeout_s, self.config.cluster.start_timeout_s)
+        limit_s = None if self.options.debug else self.config.failure.hang_timeout_s
+        watchdog = new_watchdog(limit_s, self.config.cluster.start_timeout_s)
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, watchdog, now())
         try:
             return AttemptLoop(attempt, self.inbox, self.cluster.worker_fault).run()
@@ -443,6 +490,14 @@ class Run:
         Return another run_end if a run that succeeded could not be stored.
         """
         run_end = self._flushed(name_stop_command(run_end) if self.signals.asked else run_end)
+        job = None
+        if run_end.status == RunStatus.PREEMPTED and JOB in os.environ:
+            from ddptrain.driver.submit import job_to_restart
+
+            if (job := job_to_restart(self.writer.run_id, run_end.failure, self.recorder.warn)) is not None:
+                run_end = dataclasses.replace(
+                    run_end, status=RunStatus.QUEUED, more=f"; {job.description} starts again"
+                )
         _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.line or None)
         view = self._finish(run_end)
         if (kept := self._flushed(run_end)) is not run_end:
@@ -453,7 +508,19 @@ class Run:
         for observer in self.observers:
             observer.on_end(view)
             self.ended = True  # the first one is the display
+        if job is not None:
+            self._restart(job, run_end)
         return run_end
+
+    def _restart(self, job: JobRecord, run_end: RunEnd) -> None:
+        """Have the job of this driver started again: the run is in the queue then."""
+        from ddptrain.driver.submit import restart
+
+        try:
+            restart(job)
+        except ClusterError as error:
+            self._warn(f"the run is not queued: {error}")
+            self.writer.update(status=RunStatus.PREEMPTED)
 
     def _finish(self, run_end: RunEnd) -> RecordedRun:
         """Write the end of the run, the use of its time, and the last event; return the run."""

@@ -143,8 +143,9 @@ def name_stop_command(end: RunEnd) -> RunEnd:
 
 def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
     name = signal.Signals(signum).name
-    cause = f"interrupted by {name}"
-    failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum), cause=cause)
+    cause = (end and end.quit) or f"interrupted by {name}"
+    message = (end and end.quit) or was_sent(signum)
+    failure = FailureRecord(kind="interrupted", type=name, message=message, cause=cause)
     return RunEnd(RunStatus.CANCELLED, 128 + signum, failure, f"; {_to_continue(writer, end)}")
 
 

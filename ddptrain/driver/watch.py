@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ddptrain.driver.display import Display
 from ddptrain.driver.display.summary import exit_code_of
 from ddptrain.driver.observers import LIVE
+from ddptrain.driver.submit import settled
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.news import SystemSample
@@ -20,6 +21,7 @@ from ddptrain.results.runs import Runs
 from ddptrain.results.system import parse_line
 
 _LOOK_EVERY_S = 0.5
+_ASK_EVERY_S = 10.0  # the batch system about a run in its queue
 _EARLIER_EVENTS = 10_000  # lines of events.jsonl in which the last attempt begins
 _EARLIER_SAMPLES = 200
 _EARLIER_METRICS_BYTES = 1 << 16
@@ -42,10 +44,15 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
     """
     look = view.follow("logs/*", "*.jsonl")
 
+    asked_at = -_ASK_EVERY_S
+
     def current() -> Run:
+        nonlocal asked_at
         found = look()
         if found.problem:
             raise UsageError(found.problem)
+        if found.status == RunStatus.QUEUED and time.monotonic() - asked_at > _ASK_EVERY_S:
+            asked_at, found = time.monotonic(), settled(found)
         return found
 
     view = current()
@@ -56,14 +63,18 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
         try:
             feed = _Feed(view, display, options.lines)
             feed.update(view)
-            while view.is_running and not display.broken:
+            told = ""
+            while view.goes_on and not display.broken:
+                if (job := view.record.jobs[-1:]) and job[0].state not in ("", told):
+                    told = job[0].state
+                    display.notice(f"run {view.run_id} is queued: {job[0].description} is {told}")
                 time.sleep(_LOOK_EVERY_S)
                 view = current()
                 feed.update(view)
         except KeyboardInterrupt:
             display.notice(f"run {view.run_id} goes on; ddptrain stop {view.run_id} would end it")
             return ExitCode.INTERRUPTED
-        if view.is_running:
+        if view.goes_on:
             return _BROKEN_PIPE
         if cause := root_cause(view.record.failure):
             level = "error" if view.status == RunStatus.FAILED else "warning"

@@ -28,7 +28,7 @@ from ddptrain.config.rank_settings import LOST_AFTER_S
 from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.ranks import RankPlace, rank_places
 from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
-from ddptrain.errors import ClusterError, one_line
+from ddptrain.errors import ClusterError, DdptrainError, UsageError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
 from ddptrain.protocol.commands import Command
@@ -131,6 +131,7 @@ class Workers:
                 in_line=request.wait_s > 0,
                 without=sorted(self._avoided),
                 lost_after_s=self._cluster_limit_s,
+                priority=request.priority,
             )
         except OSError as error:  # what Dask raises if the scheduler went while we waited
             text = f"the Dask scheduler has ended, or the network to it is down: {self._address} ({error})"
@@ -148,7 +149,7 @@ class Workers:
             if isinstance(offer, ClusterError):
                 raise ClusterError(f"the worker {worker} can't be used: {offer}")
             if not isinstance(offer, Exception):
-                offers[worker] = offer["slots"], offer["gpus"]
+                offers[worker] = offer
         self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
@@ -328,10 +329,11 @@ class Workers:
             run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
             send(self.client, run)
 
-    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
-        """Send these ranks a command. Does not wait."""
+    def tell(self, specs: Sequence[RankSpec], command: Command, text: str | None = None) -> None:
+        """Send these ranks a command, INPUT with a text. Does not wait."""
         _log.info("command to ranks", command=str(command), ranks=[spec.rank for spec in specs])
-        self._order(driver_calls.send_command, [spec.key for spec in specs], str(command))
+        order = str(command) if text is None else f"{command} {json.dumps(text)}"
+        self._order(driver_calls.send_command, [spec.key for spec in specs], order)
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         """Return bytes of a file in a worker's spool, through the scheduler. Waits until they are here or it is lost.
@@ -386,14 +388,19 @@ class Workers:
             self.client.cancel(futures, force=True)
 
     def ask(self, workers: Sequence[str], function: Callable[..., Any], *arguments: object) -> dict[str, Any]:
-        """Call a function on these workers; return the answers by worker. Raises ClusterError, which names a worker."""
+        """Call a function on these workers; return the answers by worker.
+
+        Raises ClusterError, which names a worker, and the first UsageError of a worker.
+        """
         try:
             answers = dict(self.client.run(function, *arguments, workers=list(workers), on_error="return"))
-        except ClusterError:
+        except DdptrainError:  # also a signal
             raise
         except Exception as error:  # Dask raises any type if the scheduler has ended
             answers = {", ".join(workers): error}
         for worker, answer in answers.items():
+            if isinstance(answer, UsageError):
+                raise answer
             if isinstance(answer, Exception):
                 raise ClusterError(f"{worker}: {answer}") from answer
         return answers

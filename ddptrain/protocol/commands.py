@@ -5,6 +5,7 @@ A thread reads them, because the main thread can be inside a collective operatio
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -26,6 +27,8 @@ class Command(StrEnum):
     USER_1 = "user-1"  # call the handler of SIGUSR1
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
+    INPUT = "input"  # a line for the debugger, as JSON text after the word; "" is the end of the input
+    BREAK = "break"  # SIGINT to the main thread, which opens the debugger
     NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe
 
 
@@ -38,7 +41,8 @@ OF_SIGNALS: dict[int, Command] = {
 # Signals to the driver that end nothing: their handlers in the ranks are called.
 FORWARDED: dict[int, Command] = {signal.SIGUSR1: Command.USER_1}
 _FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
-_MAX_LINE_BYTES = 4_096
+_MAX_LINE_BYTES = 1 << 16
+MAX_INPUT = 4_000  # characters of a line for the debugger
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # of the thread itself
 _FOR_MAIN_THREAD = signal.valid_signals() - {*_CRASHES, signal.SIGTERM, STACKS_SIGNAL}
 
@@ -47,15 +51,19 @@ class CommandError(ValueError):
     """The text is not a command that a rank accepts from the driver."""
 
 
-def decode(text: str) -> Command:
-    """Return the command in a line without its newline. Raises CommandError for every other text."""
+def decode(text: str) -> tuple[Command, str | None]:
+    """Return the command in a line without its newline, and the input of INPUT. Raises CommandError for other texts."""
+    word, blank, given = text.partition(" ")
     try:
-        command = Command(text)
-    except ValueError:
+        command = Command(word)
+        data = json.loads(given) if command is Command.INPUT else None
+        if not isinstance(data, str) if command is Command.INPUT else blank:
+            raise ValueError
+    except (ValueError, RecursionError):
         raise CommandError(f"unknown command {text[:40]!r}") from None
     if command not in _FROM_DRIVER:
         raise CommandError(f"{command} is not accepted from outside")
-    return command
+    return command, data
 
 
 class CommandReader:
@@ -67,10 +75,10 @@ class CommandReader:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._own_read_fd, self._own_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._handlers: dict[Command, Callable[[], None]] = {}
+        self._handlers: dict[Command, Callable[..., None]] = {}
 
-    def on(self, command: Command, handle: Callable[[], None]) -> None:
-        """Call `handle` in the thread for each `command`. Must be called before listen()."""
+    def on(self, command: Command, handle: Callable[..., None]) -> None:
+        """Call `handle` in the thread for each `command`, for INPUT with the text. Must be called before listen()."""
         self._handlers[command] = handle
 
     def post(self, command: Command) -> None:
@@ -106,6 +114,6 @@ class CommandReader:
 
     def _handle(self, text: str, *, is_own: bool) -> None:
         with suppress(CommandError):
-            command = Command(text) if is_own else decode(text)
+            command, data = (Command(text), None) if is_own else decode(text)
             if (handle := self._handlers.get(command)) is not None:
-                handle()
+                handle(*(() if data is None else (data,)))

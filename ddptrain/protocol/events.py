@@ -326,6 +326,54 @@ class Note(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StoppedEarly(Event):
+    """Training ends because `metric` has not improved in its last `values` values; `best` was at a step and epoch."""
+
+    kind: ClassVar[str] = "stopped_early"
+    recorded: ClassVar[bool] = True
+    section: ClassVar[str] = "stopped early"
+    metric: str
+    best: float
+    values: _Int
+    step: _Int | None = None
+    epoch: float | None = None
+
+    def shown(self) -> tuple[str, str]:
+        """Why it ends."""
+        at = [f"{name} {value:g}" for name, value in (("epoch", self.epoch), ("step", self.step)) if value is not None]
+        where = f" at {', '.join(at)}" if at else ""
+        last = (
+            f"the last {self.values} values of {one_line(self.metric)} are"
+            if self.values > 1
+            else (f"the last value of {one_line(self.metric)} is")
+        )
+        return f"training ends early: {last} no improvement on {self.best:.6g}{where} (stop_early)", "info"
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpike(Event):
+    """A value of train/loss is above its band, which ends at `limit`; the driver finds it in rank 0's metrics.
+
+    median: of the last values.
+    """
+
+    kind: ClassVar[str] = "loss_spike"
+    recorded: ClassVar[bool] = True
+    section: ClassVar[str] = "loss spikes"
+    value: float
+    median: float
+    limit: float
+    step: _Int | None = None
+    epoch: float | None = None
+
+    def shown(self) -> tuple[str, str]:
+        """The value and the band."""
+        where = "" if self.step is None else f" at step {self.step}"
+        band = f"its median before is {self.median:.4g}, and its band ends at {self.limit:.4g}"
+        return f"train/loss jumps to {self.value:.4g}{where}: {band}", "warning"
+
+
+@dataclass(frozen=True, slots=True)
 class Alert(Event):
     """A message of ctx.alert; users are notified of it."""
 
@@ -337,6 +385,22 @@ class Alert(Event):
     def shown(self) -> tuple[str, str]:
         """The message in one line."""
         return one_line(self.message), "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class AsksForLine(Event):
+    """The debugged rank waits for a line of the user. Its log has `log_size` bytes, and ends with the prompt."""
+
+    kind: ClassVar[str] = "asks_for_line"
+    log_size: _Int
+
+
+@dataclass(frozen=True, slots=True)
+class DebuggerLeft(Event):
+    """The code of the debugged rank goes on. quit: where the user has quit the debugger, which ends the run; or ""."""
+
+    kind: ClassVar[str] = "debugger_left"
+    quit: str = ""
 
 
 KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}

@@ -6,6 +6,9 @@ import os
 import sys
 from collections.abc import Mapping
 
+JOB = (
+    "DDPTRAIN_JOB"  # of a driver that --submit has sent, as "slurm 12 RUN_ID": the backend, the id of its job, the run
+)
 _PREFIXES = (
     *("LD_", "MALLOC_", "GLIBC_", "LANG", "LC_", "PYTHON"),  # read by the C library and the interpreter at the start
     # Read by the libraries of a rank when they are imported or loaded.
@@ -31,7 +34,7 @@ def variables_of_shell(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in names if not name.startswith("TORCHELASTIC_")}
 
 
-def python_command(module: str) -> list[str]:
+def python_command(module: str, python: str = sys.executable) -> list[str]:
     """Return the command that calls the module's main(), with the streams and flags of a script under torchrun.
 
     `python -P -m` would do as well, but scripts would see the flag, and the processes that they start inherit it.
@@ -39,7 +42,7 @@ def python_command(module: str) -> list[str]:
     # The empty entry of the path is the working directory.
     start = "import sys; sys.path[:] = filter(None, sys.path); import ddptrain.rank.bare_process"
     code = f"{start}; from {module} import main; main()"
-    return [sys.executable, "-u", "-c", code]
+    return [python, "-u", "-c", code]
 
 
 def names_working_directory(environ: Mapping[str, str]) -> bool:

@@ -31,6 +31,7 @@ STACKS_DUMP = "stacks-dump"
 STACKS_END = "collective operations: "
 ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
 STACKS_FOLDER = "stacks"  # below artifacts/
+DEBUG_TIMEOUT_S = 7 * 86_400.0  # of collective operations while somebody debugs a rank
 PARAM = "weights"  # a parameter of the built-in workloads
 PREFIX = "model:"  # the prefix of the parameter's value: model:dogs@champion
 FILE = "weights.safetensors"
@@ -132,6 +133,18 @@ class TrackingSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Debug:
+    """The rank that somebody debugs: with pdb at the terminal of the command, or, if there is a `port`, with an editor.
+
+    The editor connects to `address` and `port` on the rank's host.
+    """
+
+    rank: int
+    port: int = 0
+    address: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
 class HostSettings:
     """The part of a rank spec that the worker adds.
 
@@ -153,7 +166,8 @@ class RankSpec:
     properties of config/run_config.py, whose import would delay a rank that starts cold by some tenths of a second.
     `env` and `params` are not among them, because `env` and `code` have those of this rank. `resume_from` is the folder
     of the checkpoint to load, that of step `resume_step`; "" to start from scratch. `env` are the environment variables
-    of the run; the worker adds the rest. `env` and `tracking` may contain secrets, so repr omits them.
+    of the run; the worker adds the rest. `env` and `tracking` may contain secrets, so repr omits them. `debug` is the
+    same for all ranks.
     """
 
     run_id: str
@@ -168,6 +182,7 @@ class RankSpec:
     tracking: TrackingSpec | None = field(default=None, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     host: HostSettings = HostSettings()
+    debug: Debug | None = None
 
     @property
     def profile(self) -> StepProfile | None:
@@ -213,6 +228,7 @@ _PARTS = {
     "tracking": TrackingSpec,
     "trackers": TrackerSpec,
     "host": HostSettings,
+    "debug": Debug,
 }
 
 

@@ -9,6 +9,7 @@ The keys of the store, below ddptrain/<attempt>/; <r> is a rank:
     end/<r>               rank r, when it is asked to end                 all ranks in their next call of ctx.checkpoint
     state/<n>/<r>         rank r for the n-th checkpoint                  the writer of rank 0, which deletes it
     done/<r>              rank r, when its workload has returned          the writer of rank 0: no state will follow
+    early/<call>          rank 0 where ranks may end early, see Patience  the other ranks in the same place
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.config.wording import listed, nearest
+from ddptrain.protocol.events import StoppedEarly
 from ddptrain.protocol.rank_spec import RankSpec
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from ddptrain.config.run_config import StopEarlyConfig
+
 _POLL_S, _MAX_POLL_S = 0.005, 0.2  # longer and longer: a rank that waits must not look as if it worked
 _LATE_S = 0.5  # while the worker group is being stopped, another rank may be this much later than rank 0
+_MOST_NAMES = 20
 EXIT_PREEMPTED = 75
 
 
@@ -69,6 +77,11 @@ class Agreement:
         self.read_preempted = False  # whether the workload has read ctx.preempted after the notice
         self.complete = False  # whether the last call had last=True
         self.has_saved = bool(spec.resume_from)  # whether any attempt has saved a checkpoint
+        early = spec.config.stop_early
+        self.patience = Patience(early) if early is not None else None
+        self.counts_epochs = False  # the workload is in a loop over ctx.epochs, which ends early
+        self._places: Counter[str] = Counter()  # of calls of stops_early
+        self._skipped = False  # the last call of ctx.checkpoint has saved nothing
 
     @property
     def ends_early(self) -> bool:
@@ -94,8 +107,11 @@ class Agreement:
 
     # --- when to save ---
 
-    def call(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
-        """Count a call of ctx.checkpoint. Return whether it saves, and whether all ranks end with it: on all ranks."""
+    def call(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool, bool]:
+        """Count a call of ctx.checkpoint: the same result on all ranks.
+
+        Return whether it saves, whether all ranks end with it, and whether training ends early after it.
+        """
         with self._lock:
             self.saves = True
             self._entered += 1
@@ -103,7 +119,32 @@ class Agreement:
         self.complete = last
         due = self._is_due(number, step, epoch)
         ends = self.asked_to_end and self._is_last(number)
-        return due or last or ends, ends
+        due = due or last or ends
+        is_whole = epoch is not None and epoch == int(epoch)
+        stops = (due or is_whole) and self.stops_early("checkpoint")
+        self._skipped = not (due or stops)
+        return due or stops, ends, stops and not (ends or last)
+
+    def stops_early(self, place: str) -> bool:
+        """Return whether training ends here because of stop_early: equal on all ranks, which call it equally often."""
+        if self.patience is None:
+            return False
+        self._places[place] += 1
+        key, ends = self._key(f"early/{place}/{self._places[place]}"), self.patience.is_over
+        if self._world_size == 1:
+            return ends
+        if self._rank == 0:
+            self._store.set(key, str(int(ends)))
+            return ends
+        return bool(self._store.get(key) == b"1")
+
+    def no_early_stop(self) -> str:
+        """Return why stop_early had no effect although it should have, or ""."""
+        return self.patience.problem(could_end=bool(self._places)) if self.patience is not None else ""
+
+    def ends_epochs(self) -> bool:
+        """Return whether the loop over ctx.epochs ends early, before its next epoch: not without a checkpoint."""
+        return self.stops_early("epochs") and not self._skipped
 
     def _is_due(self, number: int, step: int, epoch: float | None) -> bool:
         when = self._spec.config.checkpoint
@@ -230,6 +271,76 @@ class Agreement:
             store = TCPStore(*address, None, False, timeout=self._timeout, wait_for_workers=False)
             self._connections.store = store
         return store
+
+
+@dataclass(slots=True)
+class Patience:
+    """Section stop_early on rank 0: whether the metric improves. Fields are saved in checkpoints, except `settings`.
+
+    best: the best value so far, at `step` and `epoch`. waited: values since then. last: where the last value came from,
+    and the value; those of ctx.checkpoint count only until ctx.log has given one.
+    """
+
+    settings: StopEarlyConfig
+    best: float | None = None
+    step: int | None = None
+    epoch: float | None = None
+    waited: int = 0
+    last: tuple[str, float] = ("", math.nan)
+    names: set[str] = field(default_factory=set)  # of the first values that were logged
+    has_ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training should end."""
+        return self.waited >= self.settings.patience
+
+    def add(self, source: str, values: Mapping[str, float], step: int | None, epoch: float | None) -> None:
+        """Count a value of the metric, if `values` has one; NaN is no improvement."""
+        if (value := values.get(str(self.settings.metric))) is None:
+            if len(self.names) < _MOST_NAMES:
+                self.names |= values.keys()
+            return
+        (before, earlier), is_log = self.last, source == "log"
+        if before == "log" and not is_log:
+            return
+        self.last = source, value
+        if is_log and before == "checkpoint" and earlier == value:
+            return
+        sign = -1.0 if self.settings.mode == "max" else 1.0
+        is_better = self.best is None or sign * (self.best - value) > self.settings.min_delta
+        if is_better and not math.isnan(value):
+            self.best, self.step, self.epoch, self.waited = value, step, epoch, 0
+        else:
+            self.waited += 1
+
+    def end(self) -> StoppedEarly:
+        """Return the event for the end of training."""
+        self.has_ended, best = True, math.nan if self.best is None else self.best
+        return StoppedEarly(time.time_ns(), str(self.settings.metric), best, self.waited, self.step, self.epoch)
+
+    def problem(self, *, could_end: bool) -> str:
+        """Return why it had no effect although it should have, or "". could_end: ranks have agreed on it."""
+        if not self.last[0] and self.best is None:
+            logged = listed(sorted(self.names), _MOST_NAMES, 60) or "nothing"
+            guess = nearest(str(self.settings.metric), self.names)
+            hint = f" (did you mean {guess}?)" if guess else ""
+            return f"stop_early had no effect: rank 0 has never logged {self.settings.metric}{hint}, but {logged}"
+        if self.is_over and not could_end:
+            return "stop_early had no effect: the code calls neither ctx.epochs nor ctx.checkpoint, where training ends"
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"metric": self.settings.metric, "best": self.best, "step": self.step, "epoch": self.epoch} | {
+            "waited": self.waited
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what a checkpoint has kept, if it is of the same metric."""
+        if state is not None and state["metric"] == self.settings.metric:
+            self.best, self.step, self.epoch = state["best"], state["step"], state["epoch"]
+            self.waited = state["waited"]
 
 
 GROUP_NAME = "ddptrain"  # the description of the process group

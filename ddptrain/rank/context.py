@@ -103,6 +103,8 @@ class RankContext:
         event = events.Metrics(time.time_ns(), values, step, epoch)
         self._emitter.emit(event)
         self._tracked.numbers(event)
+        if (patience := self._agreement.patience) is not None and self.rank == 0:
+            patience.add("log", values, step, epoch)
 
     def log_image(self, name: str, image: Any, *, step: int | None = None, caption: str = "") -> None:
         """Save an image as artifacts/images/`name`/step-<n>-rank-<r>.png in the run directory, and send it to trackers.
@@ -292,10 +294,25 @@ class RankContext:
         return loader
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Yield the remaining epochs up to `n`, counted from 1. Set the epoch of all loaders of this context."""
+        """Yield the remaining epochs up to `n`, counted from 1. Set the epoch of all loaders of this context.
+
+        With `stop_early` in the configuration the epochs end early, on all ranks after the same one.
+        """
+        agreement = self._agreement
         for epoch in self._loaders.epochs(n):
+            if agreement.ends_epochs():
+                self._stop_early()
+                return
             self._emitter.emit(events.Epochs(time.time_ns(), n, epoch))
-            yield epoch
+            agreement.counts_epochs = True
+            try:
+                yield epoch
+            finally:
+                agreement.counts_epochs = False
+
+    def _stop_early(self) -> None:
+        if (patience := self._agreement.patience) is not None and self.rank == 0:
+            self._emitter.emit(patience.end())
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
         """Return the mean of a number (or of all elements of a tensor of any shape) over all ranks.
@@ -374,14 +391,20 @@ class RankContext:
                 pickle.
             CheckpointNotWritten: an earlier checkpoint could not be written.
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
+            SystemExit: `stop_early` ends the training, and the code has no loop over ctx.epochs, which would end; the
+                checkpoint has been saved, and the run has succeeded.
         """
         step = whole("step", step)
         self._profiler.reported(step)
-        saved, ends = self._checkpoints.save(model, optimizer, step, epoch, metrics or {}, rank_state, more, last=last)
+        given = metrics or {}, rank_state, more
+        saved, ends, early = self._checkpoints.save(model, optimizer, step, epoch, *given, last=last)
         if ends:
             self._profiler.close(complete=False)
             self._emitter.emit(events.Preempted(time.time_ns(), step))
             raise PreemptedExit
+        if early and not self._agreement.counts_epochs:
+            self._stop_early()
+            raise SystemExit(0)
         return saved
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:

@@ -161,6 +161,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
     note = _ended_loader_workers(error) or _earlier(error, phase)
     message = message_of(error) if note or message_of(error).strip() else _raising_line(error)
+    message = NO_DEBUGGER if type(error).__name__ == "BdbQuit" else message  # pdb.set_trace() without --debug
     return _event(type(error).__qualname__, _with_note(message, note), trace, phase, error)
 
 
@@ -229,6 +230,17 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
     frames = _WRAPPER.split(outer, maxsplit=1)[0]
     waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
     return _with_note(message, f"in {wrapped['where']}"), _LOADER_FRAMES.sub("", trace) + waiting
+
+
+NO_DEBUGGER = (
+    "a debugger has no terminal in a rank: start the run with --debug [RANK], or set PYTHONBREAKPOINT=0 to skip "
+    "breakpoints"
+)
+
+
+def refuse_breakpoint(*_: object, **__: object) -> None:
+    """Stand for breakpoint() in a run without --debug. Raises RuntimeError."""
+    raise RuntimeError(NO_DEBUGGER)
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddptrain.rank.context import RankContext
+    from ddptrain.rank.debugger import Debugger
     from ddptrain.rank.steps import WaitingTime
     from ddptrain.tracking.protocol import State
 
@@ -127,6 +128,7 @@ class RankLifecycle:
         self.tracked = RankTrackers(spec, emitter)
         self.context: RankContext | None = None
         self.waiting: WaitingTime | None = None
+        self.debugger: Debugger | None = None
         self._pid = os.getpid()
 
     def run(self) -> int:
@@ -145,6 +147,7 @@ class RankLifecycle:
             self._handle_commands()
             report_thread_failures(self.emitter)
             device = self._set_up_torch()
+            self._prepare_debugger()
             self._provide_context(device)
             if self.spec.code.is_script:
                 self._run_user_code(lambda: run_script(self.spec, self.tracked.begin))
@@ -207,6 +210,15 @@ class RankLifecycle:
         )
         return device
 
+    def _prepare_debugger(self) -> None:
+        """Let breakpoint() open the debugger of --debug, or say that there is none."""
+        if self.spec.debug is not None:
+            from ddptrain.rank.debugger import prepare
+
+            self.debugger = prepare(self.spec, self.spec.debug, self.emitter)
+        elif not os.environ.get("PYTHONBREAKPOINT"):
+            sys.breakpointhook = failures.refuse_breakpoint
+
     def _provide_context(self, device: torch.device) -> None:
         """Make ddptrain.context() return the rank's context, which is created at the first call."""
         from ddptrain.rank import context
@@ -250,6 +262,8 @@ class RankLifecycle:
         self.emitter.emit(events.Entered(time.time_ns()))
         try:
             try:
+                if self.debugger is not None:
+                    self.debugger.begin()
                 code()
             except BaseException as error:
                 self._end_forked_child(error)
@@ -302,6 +316,8 @@ class RankLifecycle:
             PreemptedExit: the workload returned because the run was asked to end.
             OSError: a checkpoint could not be written.
         """
+        if self.spec.rank == 0 and (problem := self.agreement.no_early_stop()):
+            self.emitter.note(problem, "warning")
         if self.context is None:
             note_unused(self.spec, self.emitter)
             return
@@ -343,11 +359,16 @@ class RankLifecycle:
         self._fail(dataclasses.replace(self._read_error_file() or failures.bad_exit(stop, self.phase), exit_code=code))
 
     def _report_failure(self, error: BaseException) -> None:
+        if self.debugger is not None and self.debugger.has_quit:
+            self.state = "failed"  # the driver ends the run
+            return
         failures.add_search_path(error)
         trace = user_traceback(error)
         hook = failures.users_hook()
         if hook is None:
             self._print_traceback(trace)
+        if self.debugger is not None:
+            self.debugger.post_mortem(error)
         failure, recorded = failures.failure(error, self.phase), self._read_error_file()
         if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
@@ -384,6 +405,8 @@ class RankLifecycle:
         for signum, command in FORWARDED.items():
             on(command, partial(self._on_user_signal, signum))
         on(Command.STOP, self._stop)
+        on(Command.INPUT, lambda text: self.debugger.take(text) if self.debugger is not None else None)
+        on(Command.BREAK, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
         on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
 
@@ -411,6 +434,8 @@ class RankLifecycle:
     def _preempt(self, signum: int) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
         self.agreement.notified = True
+        if self.debugger is not None:
+            self.debugger.ends = True
         self.tracked.hurry(deadlines.preempt_s(self.spec))
         if self.state != "crashed":
             return  # the rank is already ending

@@ -137,8 +137,8 @@ def number(name: object, value: Any) -> float:
         return math.inf if item > 0 else -math.inf
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return all values as Python numbers. Raises TypeError."""
+def numbers(values: Any) -> dict[str, float]:
+    """Return all values of a mapping as Python numbers. Raises TypeError."""
     if not isinstance(values, Mapping):
         text = f"{shorten(repr(values), 300)} ({type(values).__name__})"
         raise TypeError(f"ctx.log and metrics take names with numbers, as {{'loss': 0.5}}, not {text}")

@@ -39,7 +39,7 @@ from ddptrain.results.run import Run, fetch_all, time_text
 from ddptrain.results.run_record import RunStatus, root_cause
 from ddptrain.results.runs import open_runs_dir, split_run
 from ddptrain.results.secure_files import read_bytes
-from ddptrain.results.show.render import size
+from ddptrain.results.show.render import event_sections, size
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
 from ddptrain.results.time_use import time_use_of
 from ddptrain.text_tables import clean, duration, number
@@ -122,6 +122,7 @@ def _details(card: RunCard) -> dict[str, Any]:
     }
     return {
         "problems": [text for text in (view.problem, problem) if text],
+        "notes": [section for section in event_sections(view.events_jsonl) if section[1]],
         "result": "" if record.result is None else shorten(json.dumps(hide_secrets(record.result)), 2000),
         "links": [(name[:50], url) for name, url in dict.fromkeys(trackers) if is_plain_link(url)][:10],
         "frames": user_frames(failure),

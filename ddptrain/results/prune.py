@@ -245,7 +245,7 @@ def remove_run(runs: Runs, view: Run) -> int:
     """
     if view.problem:
         raise UsageError(f"run {view.run_id} cannot be deleted: {view.problem}")
-    if view.is_running:
+    if view.goes_on:
         raise RunLocked(
             f"run {view.run_id} is {view.shown_status}, and is not deleted; ddptrain stop {view.run_id} ends it"
         )

@@ -250,8 +250,10 @@ class Run:
 
     @property
     def shown_status(self) -> str:
-        """The status for messages: a running run without ranks is waiting."""
-        return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
+        """The status for messages: a running run without ranks is waiting, or queued if others hold its slots."""
+        if not (self.is_running and self.record.waiting):
+            return self.status
+        return RunStatus.WAITING if self.record.queued is None else RunStatus.QUEUED
 
     @property
     def status_text(self) -> str:
@@ -262,6 +264,11 @@ class Run:
     def is_running(self) -> bool:
         """Whether its driver is working."""
         return self.record.status == RunStatus.RUNNING
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its end is still to come: it is running, or in the queue of a batch system."""
+        return self.status in (RunStatus.RUNNING, RunStatus.QUEUED)
 
     @property
     def changed_at(self) -> float:

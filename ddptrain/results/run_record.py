@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_sch
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
+from ddptrain.protocol.exec_env import JOB
 
 SCHEMA = 1
+_A_DAY_S = 86_400.0
 SWEEP = "sweep"  # the kind of a run whose trials are runs below it
 
 
@@ -30,8 +33,9 @@ ENDED_BY_STOP = "ended by ddptrain stop"
 
 
 class RunStatus(StrEnum):
-    """The status of a run. run.json has one of the first five; readers derive the others."""
+    """The status of a run. run.json has one of the first six; readers derive the others."""
 
+    QUEUED = "queued"  # its driver waits in the queue of a batch system, or its ranks for slots that others hold
     RUNNING = "running"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -134,6 +138,38 @@ class FailureRecord:
         return ": ".join(filter(None, (self.type, self.message)))
 
 
+@dataclass(frozen=True, slots=True)
+class HolderRecord:
+    """A run that has slots of the cluster; `since` in seconds since 1970."""
+
+    run_id: str = ""
+    slots: int = 0
+    since: float = 0.0
+
+    @property
+    def description(self) -> str:
+        """The record as words."""
+        noun = "slot" if self.slots == 1 else "slots"
+        day = "" if time.time() - self.since < _A_DAY_S else "%d %b "
+        return f"{self.run_id} ({self.slots} {noun} since {time.strftime(f'{day}%H:%M UTC', time.gmtime(self.since))})"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRecord:
+    """What a run waits for: so many slots, and who has them; its `place` in the queue: 1 is next, 0: it has none."""
+
+    slots: int = 0
+    place: int = 0
+    holders: tuple[HolderRecord, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """The record as words."""
+        place = f"number {self.place} in line" if self.place else ""
+        held = ", ".join(holder.description for holder in self.holders)
+        return ", ".join(filter(None, (place, f"held by {held}" if held else "")))
+
+
 def root_cause(failure: FailureRecord | None) -> str:
     """Return why a run did not succeed, in one line; "" if it did. Whatever shows or sends a root cause uses this."""
     if failure is None or failure.cause:
@@ -177,6 +213,48 @@ class DriverRecord:
     def description(self) -> str:
         """The process, for messages."""
         return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job of a batch system in which `starts` drivers of the run have begun.
+
+    state: as the batch system reports it; "" in run.json.
+    """
+
+    backend: str = ""
+    id: str = ""
+    starts: int = 0
+    state: str = ""
+
+    @property
+    def description(self) -> str:
+        """The job, for messages."""
+        return f"{self.backend} job {self.id}"
+
+    @classmethod
+    def of_this_process(cls, run_id: str) -> Self | None:
+        """Return the job in which this process is a driver of the run; None outside of a job."""
+        if (job := cls.submitted(run_id)) is None and (slurm_id := os.environ.get("SLURM_JOB_ID")):
+            job = cls("slurm", slurm_id)
+        return job
+
+    @classmethod
+    def submitted(cls, run_id: str) -> Self | None:
+        """Return the job of this process if it was submitted for this run."""
+        match os.environ.get(JOB, "").split(" "):
+            case [backend, job, run] if run == run_id:
+                return cls(backend, job)
+        return None
+
+
+def jobs_with_this(jobs: Sequence[JobRecord], run_id: str) -> tuple[JobRecord, ...]:
+    """Return the jobs of a run after a start of its driver by this process."""
+    if (job := JobRecord.of_this_process(run_id)) is None:
+        return tuple(jobs)
+    same = [each for each in jobs if (each.backend, each.id) == (job.backend, job.id)]
+    others = (each for each in jobs if each not in same)
+    return (*others, dataclasses.replace(job, starts=1 + sum(each.starts for each in same)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +304,10 @@ class RunRecord:
     """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first.
 
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
-    inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
-    began at `resumed_at`. params: as in config.yaml; None in records of older versions. last_metrics: one value for all
-    ranks, None if it is not finite; see results/metrics.py. progress: that of
-    the last attempt.
+    inputs. queued: it waits for slots that others hold. duration_s: of all parts of a resumed run, in seconds;
+    earlier_s: the same without the last part, which began at `resumed_at`. params: as in config.yaml; None in records
+    of older versions. last_metrics: one value for all ranks, None if it is not finite; see results/metrics.py.
+    progress: that of the last attempt.
     """
 
     schema: int = SCHEMA
@@ -239,6 +317,7 @@ class RunRecord:
     workload: str = ""
     status: str = RunStatus.RUNNING
     waiting: bool = False
+    queued: QueueRecord | None = None
     exit_code: int | None = None
     started_at: str = ""
     ended_at: str | None = None
@@ -255,6 +334,7 @@ class RunRecord:
     versions: Mapping[str, str] = field(default_factory=dict)
     rank_environment: Mapping[str, EnvironmentValue] = field(default_factory=dict)
     driver: DriverRecord = field(default_factory=DriverRecord)
+    jobs: tuple[JobRecord, ...] = ()  # the last one is the newest
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     progress: ProgressRecord | None = None
     time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/time_use.py

@@ -30,9 +30,11 @@ from ddptrain.results.run_record import (
     AttemptRecord,
     DriverRecord,
     FailureRecord,
+    JobRecord,
     ProgressRecord,
     RunRecord,
     RunStatus,
+    jobs_with_this,
     utc_now,
 )
 from ddptrain.results.secure_files import JsonLines, make_folder, require_own_folder, write_file
@@ -106,6 +108,7 @@ class RunWriter:
             git=git_state(Path.cwd()),
             versions=installed_versions(),
             driver=DriverRecord.of_this_process(),
+            jobs=jobs_with_this((), layout.root.name),
         )
         try:
             write_file(layout.config_yaml, config_text.encode())
@@ -142,8 +145,11 @@ class RunWriter:
                 git=git_state(Path.cwd()),
                 versions=installed_versions(),
                 driver=DriverRecord.of_this_process(),
+                jobs=jobs_with_this(view.record.jobs, view.run_id),
                 attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
             )
+            if view.status == RunStatus.QUEUED and not view.record.attempts:
+                record = dataclasses.replace(record, started_at=record.resumed_at or "", resumed_at=None)
             write_file(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, owner)
             writer.last_versions = view.record.versions
@@ -353,6 +359,12 @@ class RunWriter:
         duration_s = round(self._run_s, 3)
         end = {"status": status, "exit_code": int(exit_code), "failure": failure, "ended_at": utc_now()}
         self.update(waiting=False, duration_s=duration_s, **end)
+
+    def enqueue(self, jobs: tuple[JobRecord, ...]) -> None:
+        """Write that a driver of a later job will begin or continue the run, which has had these jobs."""
+        self._finished = True
+        versions = self.last_versions if self._record.attempts else {}  # not those of this host
+        self.update(status=RunStatus.QUEUED, waiting=False, driver=DriverRecord(), jobs=jobs, versions=versions)
 
     def close(self) -> None:
         """Release the lock and the files; closing twice is harmless."""

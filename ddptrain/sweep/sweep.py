@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.clusters.machine_slots import LocalResources, local_resources
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.resolved import ResolvedConfig, resolve
@@ -20,7 +21,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources
+from ddptrain.driver.cluster_session import SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display
@@ -416,7 +417,7 @@ def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResou
             f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {len(gpus)}: lower "
             "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
         )
-    return LocalResources(count, gpus[:count])
+    return LocalResources(count, gpus[:count], gpus)
 
 
 class Capacity:

@@ -55,7 +55,9 @@ def main(argv: list[str] | None = None) -> None:
     for number in numbers:
         signal.signal(number, lambda number, _: received.append(number))
     process = _Process(options, owned=owned)
-    process.start_server()  # first, because the server imports torch for two seconds; meanwhile this one imports Dask
+    process.start_server(
+        options.rank_python
+    )  # first, because the server imports torch for two seconds; meanwhile this one imports Dask
     for number in numbers:
         signal.signal(number, lambda *_: process.end(0))  # not an exception: any import may catch it
     if received:
@@ -90,10 +92,10 @@ class _Process:
         self._driver_folder: Path | None = options.tls_dir if owned else None
         self._parent = os.getppid()
 
-    def start_server(self) -> RankServerClient:
+    def start_server(self, python: str = sys.executable) -> RankServerClient:
         """Start a rank server. It imports torch while the caller continues."""
         env = rank_environment.server_environment(os.environ)
-        self.servers.append(RankServerClient(env, self.scratch / "rank-server.log"))
+        self.servers.append(RankServerClient(env, self.scratch / "rank-server.log", python))
         return self.servers[-1]
 
     def end_with_stdin(self) -> NoReturn:
@@ -139,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="", help="address to listen on (default: the one that reaches the scheduler)")
     parser.add_argument("--name", default="", help="name of this worker (default: its address)")
     parser.add_argument("--scratch", default="", help="folder for the files of ranks (default: the temporary one)")
+    parser.add_argument("--rank-python", default=sys.executable, help="Python of the ranks (default: this one)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the scheduler (default: 60)")
     return parser
 
@@ -247,7 +250,7 @@ async def _run(options: argparse.Namespace, address: str, host: RankHost, resour
         draining = asyncio.ensure_future(host.drain(lambda: len(received) > 1))
         await asyncio.wait((running, draining), return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
-    host.server.close()
+    host.close_servers()
     stopping.cancel()
     if running.done():
         running.result()  # raises the error that ended it, if any

@@ -28,7 +28,7 @@ from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import key_prefix
-from ddptrain.worker import spool, stack_reports
+from ddptrain.worker import environment, spool, stack_reports
 from ddptrain.worker.rank_host import attach, offered_slots, own_host, rank_host
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
@@ -67,15 +67,16 @@ async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_w
 
 async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
     """Send a command to the ranks with these keys that run on this worker. Raises CommandError."""
-    command = commands.decode(order)
+    command, _ = commands.decode(order)
     with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
-            if command is Command.STACKS and (started := host.server.start_of(key)) is not None:
+            server = host.server_of(key)
+            if command is Command.STACKS and (started := server.start_of(key)) is not None:
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
                 stack_reports.report_stacks(files, started[0], attempt, rank)
-            host.server.send_command(key, command)
+            server.send_command(key, order)
 
 
 async def read_spool(path: str, offset: int, size_bytes: int) -> bytes:
@@ -114,10 +115,10 @@ async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker
     host.keep_specs(run_id, attempt, {int(rank): text for rank, text in json.loads(zlib.decompress(data)).items()})
 
 
-async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
-    """Return {"slots", "gpus", "ours"}: the numbers of slots and GPUs, and whether ddptrain started the worker."""
+async def describe_offer(dask_worker: Worker) -> tuple[int, int]:
+    """Return the numbers of slots and GPUs."""
     slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
-    return {"slots": slots, "gpus": len(gpus), "ours": own_host(dask_worker) is not None}
+    return slots, len(gpus)
 
 
 async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
@@ -161,6 +162,28 @@ def _unpack(archive: Path, code: str) -> str:
             if not folder.is_dir():  # else another worker was faster
                 raise ClusterError(f"cannot unpack the uploaded code into {folder}: {error}") from error
     return str(folder)
+
+
+async def use_environment(
+    run_id: str, digest: str, files: dict[str, str], variables: dict[str, str], dask_worker: Worker
+) -> str:
+    """Start the ranks of the run from the environment of that digest, which is installed here if `files` are given.
+
+    files: its files by name. variables: for uv, beside the worker's environment. Return its Python; "" if it is not
+    installed. Raises UsageError, ClusterError.
+    """
+    host = rank_host(dask_worker, run_id)
+
+    def use() -> str:
+        found = environment.hold(digest)
+        if found is None and files:
+            environment.install(digest, files, {**host.environ, **variables})
+            found = environment.hold(digest)
+        if found is not None:
+            host.use_python(run_id, *found)
+        return found[0] if found is not None else ""
+
+    return await asyncio.to_thread(use)
 
 
 async def read_clock() -> float:

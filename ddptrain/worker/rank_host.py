@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,9 +56,9 @@ def _store_id(key: str) -> str:
 class RankHost(WorkerPlugin):
     """Hosts ranks in one Dask worker.
 
-    `server` is the client of its rank server; `new_server` starts another server after the first one has died.
-    `environ` is the environment that ranks inherit. `gpus` has the device of each slot (empty on the CPU). Ranks write
-    below `scratch`.
+    `server` is the client of its rank server; `new_server` starts another one: for the Python of an environment, or
+    after one has died. `environ` is the environment that ranks inherit. `gpus` has the device of each slot (empty on
+    the CPU). Ranks write below `scratch`.
     """
 
     name = PLUGIN_NAME
@@ -65,13 +66,16 @@ class RankHost(WorkerPlugin):
     def __init__(
         self,
         server: RankServerClient,
-        new_server: Callable[[], RankServerClient],
+        new_server: Callable[[str], RankServerClient],
         environ: dict[str, str],
         gpus: tuple[str, ...],
         scratch: Path,
     ) -> None:
-        self.server = server
+        self.server = server  # the one that is warm for runs without an environment of their own
         self._new_server = new_server
+        self._others: dict[str, RankServerClient] = {}  # by the Python of their environment
+        self._held: dict[str, int] = {}  # that Python -> the descriptor that keeps its environment
+        self._python_of: dict[str, str] = {}  # run -> the Python of its environment
         self.environ = environ
         self.gpus = gpus
         self.scratch = scratch
@@ -94,20 +98,82 @@ class RankHost(WorkerPlugin):
         self.server.listen()
 
     async def teardown(self, worker: Worker) -> None:
-        """End the rank server and all its ranks."""
-        self.server.close()
+        """End the rank servers and all their ranks."""
+        self.close_servers()
+
+    @property
+    def servers(self) -> list[RankServerClient]:
+        """All rank servers: the warm one first."""
+        return [self.server, *self._others.values()]
+
+    def close_servers(self) -> None:
+        """End the rank servers and all their ranks."""
+        for server in self.servers:
+            server.close()
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+    def wait_for_slots(self, key: str) -> None:
+        """Wait until the other rank servers have no ranks of released tasks: a rank that ends still uses its slot."""
+        deadline = time.monotonic() + deadlines.RELEASED_GRACE_S + 1.0
+        others = [server for server in self.servers if server is not self.server_of(key)]
+        while time.monotonic() < deadline:
+            with self._lock:
+                children = [child for children in self._children.values() for child in children]
+            registered = [child for child in children if not child.endswith(_store_id(""))]
+            if all(server.ranks == sum(map(server.has, registered)) for server in others):
+                break
+            time.sleep(0.02)
+
+    def server_of(self, key: str) -> RankServerClient:
+        """Return the rank server of the run to which the key of a rank or a store belongs."""
+        run_id = key.removeprefix("ddptrain/").partition("/")[0]
+        return self._others.get(self._python_of.get(run_id, ""), self.server)
 
     def replace_lost_server(self) -> None:
         """Start another rank server if the current one has died, so that new runs can use this worker."""
         with self._replace_lock:
-            if self.server.fault is not None and not self.server.closed:
-                server = self._new_server()
-                server.listen()
-                self.server = server
+            self.server = self._intact(self.server)
+
+    def _intact(self, server: RankServerClient) -> RankServerClient:
+        """Return the server, or another one of its Python if it has died."""
+        if server.fault is None or server.closed:
+            return server
+        another = self._new_server(server.python)
+        another.listen()
+        return another
+
+    def use_python(self, run_id: str, python: str, held: int) -> None:
+        """Start the ranks of a run from the Python of an environment, which the descriptor `held` keeps.
+
+        Its rank server stays warm for other runs; those of other environments that no run uses are ended.
+        """
+        with self._replace_lock:
+            self._python_of[run_id] = python
+            used = {python, *self._python_of.values()}
+            for other in [each for each in self._others if each not in used and not self._others[each].ranks]:
+                self._others.pop(other).close()
+                os.close(self._held.pop(other))
+            if python in self._held:
+                os.close(held)
+            else:
+                self._held[python] = held
+            if python == self.server.python:
+                self.server = self._intact(self.server)
+            elif python in self._others:
+                self._others[python] = self._intact(self._others[python])
+            else:
+                self._others[python] = self._new_server(python)
+                self._others[python].listen()
 
     def metric(self, worker: Worker) -> dict[str, Any]:
         """Return a part of the worker's heartbeat: whether ranks start warm, and the number of ranks."""
-        return {"warm": self.server.ready.is_set() and self.server.fault is None, "ranks": self.server.ranks}
+        return {"warm": self.server.ready.is_set() and self.server.fault is None, "ranks": self.ranks}
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that were requested and have not ended."""
+        return sum(server.ranks for server in self.servers)
 
     @property
     def interface(self) -> str | None:
@@ -147,7 +213,7 @@ class RankHost(WorkerPlugin):
             listening.bind((host, 0))
             listening.listen(1024)
             self.register(key, _store_id(key), grace_s=0.0)
-            self.server.start_store(_store_id(key), host, listening, key)
+            self.server_of(key).start_store(_store_id(key), host, listening, key)
             return int(listening.getsockname()[1])
 
     def stop(self, key: str, grace_s: float | None = None) -> None:
@@ -159,7 +225,7 @@ class RankHost(WorkerPlugin):
             self._stops[key] = grace_s
             run_grace_s = next((children[key] for children in self._children.values() if key in children), None)
         if run_grace_s is not None:
-            self.server.stop(key, run_grace_s if grace_s is None else grace_s)
+            self.server_of(key).stop(key, run_grace_s if grace_s is None else grace_s)
 
     def stop_if_told(self, key: str) -> None:
         """Stop a rank that has just started, if its driver said so before: the rank server did not know it then."""
@@ -174,7 +240,7 @@ class RankHost(WorkerPlugin):
     def kill(self, key: str) -> None:
         """Kill the rank `key`, and the store that was started with it, after Dask has released their task."""
         for child_id in (key, _store_id(key)):
-            self.server.stop(child_id, 0.0)
+            self.server_of(key).stop(child_id, 0.0)
 
     async def drain(self, urgent: Callable[[], bool]) -> None:
         """Ask the drivers to preempt all ranks of this worker, and wait until the ranks have ended.
@@ -187,7 +253,7 @@ class RankHost(WorkerPlugin):
             graces = [grace_s for children in self._children.values() for grace_s in children.values()]
         deadline = time.monotonic() + max(graces, default=0.0) + deadlines.LEAVE_MARGIN_S
         # Polled, because ranks and keys end in different threads.
-        while (self.server.ranks or self._children) and time.monotonic() < deadline and not urgent():  # noqa: ASYNC110
+        while (self.ranks or self._children) and time.monotonic() < deadline and not urgent():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     def release(self, key: str) -> None:
@@ -195,7 +261,7 @@ class RankHost(WorkerPlugin):
         with self._lock:
             children = self._children.pop(key, {})
         for child_id, grace_s in children.items():
-            self.server.stop(child_id, min(grace_s, deadlines.RELEASED_GRACE_S))
+            self.server_of(key).stop(child_id, min(grace_s, deadlines.RELEASED_GRACE_S))
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
         """Stop a key's children when Dask releases the key, because its driver has ended."""
@@ -214,8 +280,9 @@ class RankHost(WorkerPlugin):
         for key in keys:
             self.release(key)
         deadline = time.monotonic() + deadlines.RELEASED_GRACE_S + 1.0
-        while any(self.server.has(rank) for rank in ranks) and time.monotonic() < deadline:
+        while any(self.server_of(rank).has(rank) for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
+        self._python_of.pop(run_id, None)
         shutil.rmtree(self.scratch / run_id, ignore_errors=True)
 
 
@@ -262,8 +329,9 @@ class RunPlugin(WorkerPlugin):
         if not is_last:
             host.remove_run(self.run_id)
             return
-        host.server.close()
-        host.server.wait(deadlines.HOST_END_S)
+        host.close_servers()
+        for server in host.servers:
+            server.wait(deadlines.HOST_END_S)
         shutil.rmtree(host.scratch, ignore_errors=True)
 
     def transition(self, key: Any, start: str, finish: str, **more: Any) -> None:
@@ -328,8 +396,8 @@ def _new_host(worker: Worker) -> RankHost:
     scratch = Path(worker.local_directory) / f"ddptrain-{os.urandom(4).hex()}"
     scratch.mkdir(mode=0o700)
 
-    def new_server() -> RankServerClient:
-        return RankServerClient(env, scratch / "rank-server.log")
+    def new_server(python: str = sys.executable) -> RankServerClient:
+        return RankServerClient(env, scratch / "rank-server.log", python)
 
     try:
         host = RankHost(new_server(), new_server, environ, gpus, scratch)

@@ -47,8 +47,12 @@ class _Child:
 class RankServerClient:
     """Starts a rank server for this worker. The server and its ranks end with the worker, or when it is closed."""
 
-    def __init__(self, env: Mapping[str, str], log_file: Path) -> None:
-        """Start the server with `env`; it writes to `log_file`, and imports torch while the caller continues."""
+    def __init__(self, env: Mapping[str, str], log_file: Path, python: str = sys.executable) -> None:
+        """Start the server with `env`; it writes to `log_file`, and imports torch while the caller continues.
+
+        python: that of the environment from which the server and its ranks import.
+        """
+        self.python = python
         self.ready = threading.Event()  # set when the server has imported torch
         self.closed = False
         self.fault: str | None = None  # why the server cannot start ranks any more
@@ -63,7 +67,7 @@ class RankServerClient:
         control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end, self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [*python_command("ddptrain.rank.server"), str(server_end.fileno())],
+                [*python_command("ddptrain.rank.server", self.python), str(server_end.fileno())],
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -192,7 +196,7 @@ class RankServerClient:
         elif not child_id:
             trace = report["message"].strip()
             last = trace.splitlines()[-1]
-            self._mark_lost(f"the rank server ({sys.executable}) could not start: {last}\n{trace}")
+            self._mark_lost(f"the rank server ({self.python}) could not start: {last}\n{trace}")
         elif child is None:
             return
         elif kind == "started":

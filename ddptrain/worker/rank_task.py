@@ -87,6 +87,7 @@ class RanksTask:
         """Run them; return how each has ended, or the error that prevented it."""
         for rank in self.ranks:  # first, because Dask may release the key at any time
             self.host.register(self.key, rank.spec.key, rank.spec.config.failure.grace_s)
+        self.host.wait_for_slots(self.key)
         port = self._store_port()
         uploaded = tuple(entry for entry in sys.path if entry.startswith(self.worker.local_directory))
         resources = HostResources(usable_cores(), offered_slots(self.worker)[0], self.host.interface, uploaded)
@@ -187,7 +188,7 @@ class _Rank:
 
     def __init__(self, host: RankHost, spec: RankSpec, lines: list[LogLine]) -> None:
         self.host = host
-        self.server = host.server  # this one until the end, even if the host replaces its server
+        self.server = host.server_of(spec.key)  # this one until the end, even if the host replaces it
         self.spec, self.lines = spec, lines
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.gpu = host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None

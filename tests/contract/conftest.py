@@ -35,15 +35,21 @@ class Project:
         path.write_text(textwrap.dedent(text), encoding="utf-8")
         return path
 
-    def function(self, code: str, **config: Any) -> str:
+    def function(self, code: str, /, **config: Any) -> str:
         """Write work.py with `code`, which defines `train(ctx, ...)`, and a configuration for it; returns its name."""
         self.write("work.py", code)
         self.write("work.yaml", json.dumps({"name": "work", "workload": "work:train", **config}))
         return "work.yaml"
 
-    def start(self, *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Running:
-        """Start the command, in a session of its own, with an empty stdin."""
-        return self.cli.start(*args, env=env, cwd=cwd)
+    def start(
+        self,
+        *args: str | Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: str | int | None = None,
+    ) -> Running:
+        """Start the command, in a session of its own, with an empty stdin, or with a text or descriptor."""
+        return self.cli.start(*args, env=env, cwd=cwd, stdin=stdin)
 
     def __call__(
         self,
@@ -52,9 +58,10 @@ class Project:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         timeout_s: float = 100.0,
+        stdin: str | int | None = None,
     ) -> Finished:
         """Run the command to its end; fails the test, with its output, if it does not exit with `rc`."""
-        done = self.start(*args, env=env, cwd=cwd).finish(timeout_s)
+        done = self.start(*args, env=env, cwd=cwd, stdin=stdin).finish(timeout_s)
         if rc is not None and done.rc != rc:
             pytest.fail(f"{' '.join(map(str, args))}: exit code {done.rc}, not {rc}\n{done.stdout}\n{done.stderr}")
         return done

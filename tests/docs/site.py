@@ -89,10 +89,10 @@ def on_post_build(config: MkDocsConfig) -> None:
         lines.append(f"- [{title}]({page})")
     (site / "llms.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
     for old, new in _MOVED.items():
-        page = site / old / "index.html"
-        page.parent.mkdir(parents=True)
+        target = site / old / "index.html"
+        target.parent.mkdir(parents=True)
         address = "../" * len(Path(old).parts) + new
-        page.write_text(f'<meta http-equiv="refresh" content="0; url={address}"><a href="{address}">{address}</a>\n')
+        target.write_text(f'<meta http-equiv="refresh" content="0; url={address}"><a href="{address}">{address}</a>\n')
     _use_own_mermaid(site / "assets" / "javascripts")
     _refuse_other_hosts(site)
 

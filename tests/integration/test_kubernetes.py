@@ -148,6 +148,78 @@ def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) ->
     assert cluster.json("status") == [] and not left_in(kube)
 
 
+TRAINING = """
+import time
+import torch
+
+
+def train(ctx, steps=10000):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = ctx.resume(model=model, optimizer=optimizer)
+    for step in range(found.step + 1 if found else 1, steps + 1):
+        time.sleep(0.1)
+        ctx.checkpoint(model=model, optimizer=optimizer, step=step)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_submitted_run_is_a_job_that_goes_on_after_a_preemption_until_somebody_stops_it(
+    cluster: ClusterCli, kube: KubeServer
+) -> None:
+    folder = cluster.run_cli.folder
+    (folder / "saving.py").write_text(TRAINING)
+    account = {**cluster.env, "PATH": f"{cluster.env['PATH']}", "PYTHONPATH": str(folder)}
+    (kube.folder / "account.json").write_text(json.dumps(account))
+    runs = {"name": "runs", "mountPath": str(folder), "hostPath": {"path": str(folder)}}
+    settings = {"image": GOOD_IMAGE, "volumes": [runs]}
+    config = {"workload": "saving:train", "name": "pods", "cluster": {"kubernetes": settings}}
+    (folder / "saving.yaml").write_text(json.dumps(config))
+
+    def run() -> Any:
+        return json.loads(cluster("results", "show", "latest", "--json").stdout)
+
+    said = cluster("train", "saving.yaml", "--submit")
+    run_id = said.stdout.strip()
+    (job,) = run()["jobs"]
+    name = job["id"].rpartition("/")[2]
+    assert f"run {run_id} is queued as kubernetes job {job['id']}" in said.stderr
+    assert {f"jobs {name}", f"secrets {name}"} <= set(left_in(kube))
+    wait_until(lambda: run()["checkpoints"])
+    (pod,) = [pod for pod in kube.objects("pods") if pod["metadata"]["name"].startswith(name)]
+    assert isinstance(kube.node, Node)
+    process = kube.node.pods[pod["metadata"]["name"]].process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)  # as a node that is drained does
+    wait_until(lambda: run()["jobs"][0]["starts"] == 2 and run()["world_size"])
+    wait_until(lambda: run()["status"] == "running" and not run()["waiting"])
+    assert run()["attempts"][-1]["resumed_from"] > 0
+    assert "stopped (saved)" in cluster("stop", run_id).stdout
+    wait_until(lambda: [job["status"].get("conditions") for job in kube.objects("jobs")] != [None])
+    kube.clear("jobs")
+    kube.clear("secrets")
+    wait_until(lambda: not left_in(kube))
+
+
+def test_run_in_a_folder_that_its_pod_would_lose_is_not_submitted(cluster: ClusterCli) -> None:
+    (cluster.run_cli.folder / "pods.yaml").write_text("{workload: petnames, cluster: {kubernetes: {image: i}}}")
+    said = cluster("train", "pods.yaml", "--submit", rc=2)
+    assert "cluster.kubernetes.volumes" in said.stderr
+    assert json.loads(cluster("results", "list", "--json").stdout) == []
+
+
+def test_queued_run_is_stopped_with_its_job(cluster: ClusterCli, kube: KubeServer) -> None:
+    folder = str(cluster.run_cli.folder)
+    settings = {"image": "registry.test/missing:1", "volumes": [{"name": "runs", "mountPath": folder, "emptyDir": {}}]}
+    config = {"workload": "petnames", "cluster": {"kubernetes": settings}}
+    (cluster.run_cli.folder / "pods.yaml").write_text(json.dumps(config))
+    cluster("train", "pods.yaml", "--submit")
+    wait_until(lambda: "ImagePullBackOff" in cluster("results", "show", "latest").stdout)
+    assert "stopped" in cluster("stop", "latest").stdout
+    wait_until(lambda: not left_in(kube))
+
+
 @pytest.mark.slow
 def test_idle_cluster_ends_with_its_pods(cluster: ClusterCli, kube: KubeServer) -> None:
     cluster.up("--idle-timeout", "15")

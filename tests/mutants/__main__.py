@@ -36,7 +36,7 @@ REQUIRED = 0.85
 SUBJECTS = {
     "ddptrain": ["test_messages", "test_doctor"],
     "ddptrain/cli": ["test_command_line", "test_suggestions", "test_output"],
-    "ddptrain/clusters": ["test_clusters", "test_cluster", "test_sharing"],
+    "ddptrain/clusters": ["test_clusters", "test_cluster", "test_queue"],
     "ddptrain/compat": ["test_torchrun_command_line", "test_torchrun_matrix"],
     "ddptrain/config": ["test_dry_run", "test_workload_params", "test_messages"],
     "ddptrain/driver": ["test_run_end", "test_restart", "test_hangs"],

@@ -178,12 +178,28 @@ class Node:
             state = {"state": {"terminated": {"exitCode": code}}, "restartCount": 0, "ready": False}
             phase = "Failed" if code else "Succeeded"
             self._tell(pod, {"phase": phase, "conditions": [], "containerStatuses": [state]})
-            for owner in self.store.objects.values():
-                if owner["metadata"]["uid"] == thing["metadata"]["ownerReferences"][0]["uid"]:
-                    meta = owner["metadata"]
-                    self.store.patch("jobs", meta["namespace"], meta["name"], {"status": {"active": None}})
-                    break
+            uid = thing["metadata"]["ownerReferences"][0]["uid"]
+            if job := next((each for each in self.store.objects.values() if each["metadata"]["uid"] == uid), None):
+                self._end_job(job, code)
             await pod.doomed.wait()
+
+    def _end_job(self, job: Object, code: int) -> None:
+        """What the controller of a Job does at the end of a pod; it knows rules about exit codes."""
+        meta = job["metadata"]
+        for rule in job["spec"].get("podFailurePolicy", {}).get("rules", ()):
+            codes = rule.get("onExitCodes")
+            if (
+                code
+                and codes
+                and (code in codes["values"]) == (codes["operator"] == "In")
+                and rule["action"] == "Ignore"
+            ):
+                self._make_pod(job, 0)
+                return
+        status: dict[str, Any] = {"active": None}
+        if job["spec"].get("completionMode") != "Indexed":
+            status["conditions"] = [{"type": "Failed" if code else "Complete", "status": "True"}]
+        self.store.patch("jobs", meta["namespace"], meta["name"], {"status": status})
 
     def _mount(self, pod: Pod, spec: Object) -> dict[str, str]:
         """Paths in the container -> paths here; nothing while a secret is missing."""
@@ -191,6 +207,8 @@ class Node:
         for volume in spec.get("volumes", ()):
             folder = sources[volume["name"]] = pod.folder / "volumes" / volume["name"]
             folder.mkdir(parents=True, exist_ok=True)
+            if "hostPath" in volume:
+                sources[volume["name"]] = Path(volume["hostPath"]["path"])
             if "secret" in volume:
                 key = ("secrets", pod.namespace, volume["secret"]["secretName"])
                 if key not in self.store.objects:
@@ -218,6 +236,8 @@ class Node:
         self.commands[pod.name] = args
         names = ("PATH", "LANG", "HOME", "PYTHONPATH", "DDPTRAIN_TESTS")
         own = {name: os.environ[name] for name in names if name in os.environ}
+        if (account := self.folder / "account.json").exists():  # what lets kubectl work in a pod
+            own |= json.loads(account.read_text())
         own |= dict.fromkeys(("TMPDIR", "XDG_STATE_HOME", "XDG_CACHE_HOME"), str(pod.folder))
         with pod.log(pod.tries).open("wb") as log:
             pod.process = subprocess.Popen(

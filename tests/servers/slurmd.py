@@ -122,7 +122,7 @@ def _configuration(folder: Path, ports: list[int]) -> str:
         "SlurmdUser=root",
         "AuthType=auth/munge",
         "CredType=cred/munge",
-        f"AuthInfo=socket={folder}/munge/s",
+        f"AuthInfo=socket={folder}/munge/s,cred_expire=5",  # a job that is queued again waits that long
         f"SlurmctldPort={ports[0]}",
         f"StateSaveLocation={folder}/state",
         f"SlurmdSpoolDir={folder}/spool-%n",

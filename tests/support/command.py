@@ -90,21 +90,29 @@ class Cli:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         program: Sequence[str] | None = None,
+        stdin: str | int | None = None,
     ) -> Running:
-        """Start the command with an empty stdin. `env` is added to the environment of this process."""
+        """Start the command. `env` is added to the environment of this process.
+
+        stdin: a text in a pipe, or a descriptor, such as one of a terminal; by default it is empty.
+        """
         output = self.folder / ".said"
         output.mkdir(exist_ok=True)
         stdout, stderr = (output / f"{len(self.started)}.{name}" for name in ("out", "err"))
         with stdout.open("wb") as out, stderr.open("wb") as err:
+            given = subprocess.PIPE if isinstance(stdin, str) else subprocess.DEVNULL if stdin is None else stdin
             popen = subprocess.Popen(
                 [*(program or INSTALLED), *map(str, args)],
                 cwd=cwd or self.folder,
                 env={**os.environ, "XDG_STATE_HOME": str(self.folder / ".state"), **(env or {})},
-                stdin=subprocess.DEVNULL,
+                stdin=given,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
             )
+        if isinstance(stdin, str) and popen.stdin is not None:
+            popen.stdin.write(stdin.encode())
+            popen.stdin.close()
         self.started.append(Running(popen, stdout, stderr))
         return self.started[-1]
 

@@ -38,6 +38,11 @@ def sleep(request: float, send: Callable[[Any], None]) -> None:
     time.sleep(request)
 
 
+def start_another(request: float, send: Callable[[Any], None]) -> None:
+    send(subprocess.Popen(["sleep", str(request)]).pid)
+    time.sleep(request)
+
+
 def test_answers_arrive_in_order_from_another_process() -> None:
     with Isolated(f"{HERE}:answer", ["a", {"b": None}], ENVIRON) as process:
         found = list(process.answers())
@@ -60,8 +65,9 @@ def test_process_is_killed_at_the_deadline() -> None:
         list(process.answers(1.5))
 
 
-def test_process_ends_with_its_parent() -> None:
-    call = f"next(Isolated('{HERE}:sleep', 60).answers())"
+@pytest.mark.parametrize("function", ["sleep", "start_another"])
+def test_process_ends_with_its_parent_and_what_it_has_started(function: str) -> None:
+    call = f"next(Isolated('{HERE}:{function}', 60).answers())"
     code = f"import os; from ddptrain.isolated import Isolated; print({call}, flush=True); os._exit(1)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=ENVIRON, capture_output=True, text=True, timeout=60, check=False

@@ -20,7 +20,7 @@ SOCKET = "driver.sock"  # in the folder of a cluster
 SWITCH = "DDPTRAIN_WARM_DRIVER"  # "off": each command is a process of its own
 READY, ACCEPTED, GO = b"ready", b"accepted", b"go"
 _COMMANDS = ("train", "run")
-_OWN_PROCESS = ("--ready", "--ordered", "--detach")  # options that pass on what only this process has
+_OWN_PROCESS = ("--ready", "--ordered", "--detach", "--debug")  # options that use what only this process has
 _ANSWER_S = 1.0  # a process that does not answer is busy or suspended
 _PASSED_ON = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM),

@@ -82,9 +82,9 @@ class DaskClassCluster(Cluster):
         """Wait for the cluster; return its address. Raises ClusterError, UsageError."""
         assert self._process is not None
         self._tell(f"starting {self.description}")
-        began = time.monotonic()
+        deadline = time.monotonic() + self.config.start_timeout_s
         while (card := _card(self.folder, is_over=self._process.poll() is not None)) is None:
-            if time.monotonic() - began > self.config.start_timeout_s:
+            if time.monotonic() > deadline:
                 limit = f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s)"
                 raise ClusterError(f"{self.name} is not up after {limit}{_log_end(self.folder)}")
             time.sleep(_POLL_S)
@@ -353,20 +353,15 @@ def _imported(name: str) -> Any:
         raise UsageError(f"cluster.class {name} contains no module: write it as package.Cluster")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = str(error.name or module_name).partition(".")[0]
-        install = f"pip install {missing.replace('_', '-')}, if that is its package"
-        raise UsageError(
-            f"cluster.class {name} can't be imported: there is no module {error.name} ({install})"
-        ) from error
     except Exception as error:
         traceback.print_exc()
-        raise UsageError(f"cluster.class {name} can't be imported: {_one_line(error)}") from error
+        missing = error.name.partition(".")[0] if isinstance(error, ImportError) and error.name else ""
+        hint = f" (pip install {missing.replace('_', '-')}, if that is its package)" if missing else ""
+        raise UsageError(f"cluster.class {name} can't be imported: {_one_line(error)}{hint}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         hint = did_you_mean(attribute, [each for each in dir(module) if each.endswith("Cluster")])
-        words = f"cluster.class {name}: the module {module_name} has no {attribute}"
-        raise UsageError(f"{words} ({hint})" if hint else words)
+        raise UsageError(f"cluster.class {name}: the module {module_name} has no {attribute}{hint and f' ({hint})'}")
     return found
 
 

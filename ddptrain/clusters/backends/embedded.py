@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.clusters.machine_slots import MachineSlots
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.security import make_tls, own_security
@@ -22,6 +23,8 @@ from ddptrain.log import Log
 if TYPE_CHECKING:
     from distributed import Scheduler
 
+    from ddptrain.clusters.scheduler.slots import Refusal
+
 _log = Log(__name__)
 _SCHEDULER_START_S, _SCHEDULER_END_S = 30.0, 5.0
 _WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean-up
@@ -30,22 +33,56 @@ _WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean
 class EmbeddedCluster(Cluster):
     """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. All of it ends with the driver."""
 
-    def __init__(self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        gpus: tuple[str, ...],
+        scratch: Path,
+        environ: Mapping[str, str],
+        rank_python: str = "",
+        present: tuple[str, ...] = (),
+    ) -> None:
+        """scratch: a folder in that of the run, whose name others see who wait for the slots.
+
+        rank_python: that of an installed environment; "" if the ranks start from the driver's own Python. present: the
+        GPUs from which those in use by other runs may be replaced.
+        """
+        self.rank_python = rank_python or sys.executable
+        self.room = MachineSlots(scratch.parent.name, present or gpus)
         self.slots = slots
         self.gpus = gpus
         self.scratch = scratch
         self.environ = environ
         self._address = ""
+        self._has_room = False
         self._worker: subprocess.Popen[bytes] | None = None
         self._loop = asyncio.new_event_loop()  # of the scheduler, in a thread
         self._scheduler: Scheduler | None = None
 
+    def wait_for_room(self, priority: int) -> Refusal | None:
+        """Hold slots of this machine for the run, or return why it has to wait. Raises ClusterError."""
+        try:
+            answer = self.room.claim(self.slots, self.gpus, priority, in_line=True)
+        except OSError as error:
+            raise ClusterError(f"the queue of this machine can't be used: {error}; set XDG_STATE_HOME") from error
+        if not isinstance(answer, tuple):
+            return answer
+        self.gpus, self._has_room = answer, True
+        return None
+
     def begin(self) -> None:
         """Start the worker process, which starts its rank server. Both import modules while the driver continues."""
+        if not self._has_room:
+            self._has_room = True
+            try:
+                gpus = self.room.claim(self.slots, self.gpus, in_line=False)
+                self.gpus = gpus if isinstance(gpus, tuple) else self.gpus
+            except OSError as error:  # a run that waits does not see this one
+                _log.info("slots of this machine not claimed", error=error)
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = [sys.executable, "-P", "-m", "ddptrain.worker", "--scheduler", "-", "--slots", str(self.slots)]
         scratch = self.scratch.resolve()
-        command += ["--gpus", ",".join(self.gpus), "--tls-dir", str(scratch)]
+        command += ["--gpus", ",".join(self.gpus), "--tls-dir", str(scratch), "--rank-python", self.rank_python]
         command += ["--scratch", str(scratch / "worker")]  # a worker deletes it when it ends: it is not that of the key
         with self.worker_log.open("ab") as log:
             self._worker = subprocess.Popen(
@@ -115,6 +152,7 @@ class EmbeddedCluster(Cluster):
                 closing.result(_SCHEDULER_END_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        self.room.release()
 
     def _end_worker(self, worker: subprocess.Popen[bytes]) -> None:
         assert worker.stdin is not None
@@ -134,32 +172,15 @@ class EmbeddedCluster(Cluster):
             self._loop.close()
 
     def _start_scheduler(self) -> str:
+        from ddptrain.clusters.scheduler.scheduler_process import new_scheduler
+
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
         threading.Thread(target=self._serve, name="ddptrain-scheduler", daemon=True).start()
         try:
-            starting = asyncio.run_coroutine_threadsafe(_new_scheduler(self.scratch), self._loop)
+            # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
+            starting = asyncio.run_coroutine_threadsafe(new_scheduler(self.scratch, self.scratch), self._loop)
             self._scheduler = starting.result(_SCHEDULER_START_S)
         except Exception as error:
             reason = str(error) or f"no answer within {_SCHEDULER_START_S:g} s"
             raise ClusterError(f"the embedded Dask scheduler could not start: {reason}") from error
         return str(self._scheduler.address)
-
-
-async def _new_scheduler(scratch: Path) -> Scheduler:
-    import dask
-    from distributed import Scheduler
-
-    from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_CONFIG
-
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
-    # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
-    with dask.config.set(SCHEDULER_CONFIG):
-        scheduler: Scheduler = await Scheduler(
-            protocol="tls",
-            host="127.0.0.1",
-            port=0,
-            security=own_security(scratch),
-            dashboard=False,
-            dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
-            local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
-        )
-        return scheduler

@@ -24,20 +24,26 @@ from typing import Any
 
 from ddptrain.clusters import processes
 from ddptrain.clusters.processes import FOLDER
-from ddptrain.clusters.provider import Backend, Tell
+from ddptrain.clusters.provider import Backend, DriverJob, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
-from ddptrain.config.sections.clusters import KubernetesSettings
-from ddptrain.errors import ClusterError, UsageError
+from ddptrain.config.sections.clusters import ClusterConfig, KubernetesSettings
+from ddptrain.errors import ClusterError, ExitCode, UsageError
+from ddptrain.protocol.exec_env import JOB
 
 _PORT = 8786
 _OWNER = "ddptrain-owner"  # the label that finds all objects of a cluster; its value is random
 _ROLE = "ddptrain-role"
 _FOLDER = "/run/ddptrain"
+_CONFIG = "train.yaml"
+# A pod that was evicted, or whose node is drained, is replaced without limit.
+_EVICTED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 _OF_A_MOUNT = ("mountPath", "subPath", "subPathExpr", "readOnly", "mountPropagation")
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # a mount point in the pod
 _FORWARD = "port-forward"
 _GRACE_S = 10  # for the pods to end
+_SAVED_S = 120  # for a driver to have its ranks save
+_KEPT_S = 7 * 24 * 3600  # the job of a driver, after its end
 _COMMAND_S = 30.0
 _END_S = 60.0
 _POLL_S = 0.5
@@ -72,7 +78,7 @@ class KubernetesBackend(Backend):
                 f'"{cluster.name}" is not a cluster name in Kubernetes: use at most 53 lower-case letters, digits and '
                 "dashes"
             )
-        settings = _settings(cluster)
+        settings = _settings(cluster.config)
         slots = settings.gpus_per_worker or settings.ranks_per_worker
         cluster.workers = math.ceil(cluster.config.slots / slots) if cluster.config.slots else settings.workers
         objects = Part(role="objects", host=_place(settings), id=secrets.token_hex(8))
@@ -102,20 +108,11 @@ class KubernetesBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return why a pod will never run, or has failed, or that the port-forward has ended; else None."""
-        for objects in cluster.of_role("objects"):
-            for pod in _pods(objects):
-                words, hopeless = _trouble(pod)
-                if hopeless:
-                    return f"the pod {pod['metadata']['name']}: {words}"
-        running = processes.running(str(cluster.folder)) if cluster.of_role(_FORWARD) else set()
-        return next(
-            (
-                f"the {part.name} (pid {part.pid}) has ended"
-                for part in cluster.of_role(_FORWARD)
-                if part.pid not in running
-            ),
-            None,
-        )
+        for pod in (pod for objects in cluster.of_role("objects") for pod in _pods(objects)):
+            words, hopeless = _trouble(pod)
+            if hopeless:
+                return f"the pod {pod['metadata']['name']}: {words}"
+        return processes.ended(cluster.of_role(_FORWARD))
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the last lines of each pod, and why it does not run. Raises ClusterError."""
@@ -133,6 +130,46 @@ class KubernetesBackend(Backend):
             found[_FORWARD] = forwarded
         return found
 
+    def submit(self, config: ClusterConfig, driver: DriverJob) -> str:
+        """See Backend. The driver is a pod, which starts the pods of the workers by the kubectl of its image."""
+        settings = _settings(config)
+        if not any(driver.folder.is_relative_to(each.get("mountPath", "/nowhere")) for each in settings.volumes):
+            raise UsageError(
+                f"results.dir is {driver.folder.parent}, which the pod of the driver would lose: mount it there with "
+                "cluster.kubernetes.volumes, at the same path as on this host"
+            )
+        slug = re.sub("[^a-z0-9]+", "-", driver.run_id.lower())[:48].strip("-")
+        name, place = f"{slug}-{secrets.token_hex(2)}", _place(settings)
+        where = Part(role="objects", host=place)
+        job, secret = driver_manifests(settings, driver, name, f"kubernetes {place}/{name} {driver.run_id}")
+        try:
+            made = json.loads(_kubectl(where, "create", "--output=json", "-f", "-", text=json.dumps(job)))
+            owner = {key: made[key] for key in ("apiVersion", "kind")} | {"name": name, "uid": made["metadata"]["uid"]}
+            secret["metadata"]["ownerReferences"] = [owner]  # it is deleted with the job
+            _kubectl(where, "create", "-f", "-", text=json.dumps(secret))
+        except BaseException:
+            self.cancel_job(f"{place}/{name}")
+            raise
+        return f"{place}/{name}"
+
+    def job_state(self, job: str) -> str:
+        """See Backend."""
+        where, name = _placed(job)
+        found = json.loads(_kubectl(where, "get", "job", name, "--ignore-not-found", "--output=json") or "{}")
+        ended = [each for each in found.get("status", {}).get("conditions") or () if each["status"] == "True"]
+        if not found or found["metadata"].get("deletionTimestamp") or ended:
+            return ""
+        pods = _pods(Part(role="objects", host=where.host, id=name))
+        if any(pod["status"].get("phase") == "Running" for pod in pods):
+            return "RUNNING"
+        why = ", ".join(filter(None, (_trouble(pod)[0] for pod in pods if pod["status"].get("phase") == "Pending")))
+        return f"PENDING ({why})" if why else "PENDING"
+
+    def cancel_job(self, job: str) -> None:
+        """See Backend."""
+        where, name = _placed(job)
+        _kubectl(where, "delete", "job", name, "--ignore-not-found", "--wait=false")
+
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """Delete the objects with their pods. Raises ClusterError."""
         processes.end(str(cluster.folder))
@@ -147,9 +184,9 @@ class KubernetesBackend(Backend):
                 time.sleep(_POLL_S)
 
 
-def _settings(cluster: ClusterRecord) -> KubernetesSettings:
-    assert cluster.config.kubernetes is not None
-    return cluster.config.kubernetes
+def _settings(config: ClusterConfig) -> KubernetesSettings:
+    assert config.kubernetes is not None
+    return config.kubernetes
 
 
 def _place(settings: KubernetesSettings) -> str:
@@ -159,6 +196,14 @@ def _place(settings: KubernetesSettings) -> str:
     config = json.loads(_run(["kubectl", *chosen, "config", "view", "--minify", "--output=json"]) or "{}")
     named = (config.get("contexts") or [{"name": "", "context": {}}])[0]  # none in a pod
     return f"{context or named['name']}/{namespace or named['context'].get('namespace', '')}"
+
+
+def _placed(job: str) -> tuple[Part, str]:
+    """Return where a submitted job is, and its name; a pod has a service account and no contexts."""
+    place, _, name = job.rpartition("/")
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        place = f"/{place.rpartition('/')[2]}"
+    return Part(role="objects", host=place), name
 
 
 def _where(objects: Part) -> list[str]:
@@ -280,7 +325,7 @@ def _joined(reason: str, message: str) -> str:
 
 def manifests(cluster: ClusterRecord, owner: str) -> list[dict[str, Any]]:
     """Return all objects of a cluster. They are no List: the API server would not check its fields."""
-    settings, name = _settings(cluster), cluster.name
+    settings, name = _settings(cluster.config), cluster.name
     labels = {"app.kubernetes.io/managed-by": "ddptrain", _OWNER: owner}
     files = {file: base64.b64encode((cluster.folder / file).read_bytes()).decode() for file in (CERT_FILE, KEY_FILE)}
     service = {"selector": {**labels, _ROLE: "scheduler"}, "ports": [{"port": _PORT, "targetPort": _PORT}]}
@@ -290,10 +335,7 @@ def manifests(cluster: ClusterRecord, owner: str) -> list[dict[str, Any]]:
         "parallelism": cluster.workers,
         "completionMode": "Indexed",
         "backoffLimit": 6,
-        # A pod that was evicted, or whose node is drained, is replaced without limit.
-        "podFailurePolicy": {
-            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-        },
+        "podFailurePolicy": {"rules": [_EVICTED]},
         "template": _pod(cluster, labels, "worker", _worker(cluster, settings)),
     }
 
@@ -307,6 +349,56 @@ def manifests(cluster: ClusterRecord, owner: str) -> list[dict[str, Any]]:
         described("batch/v1", "Job", "scheduler", {"spec": scheduler}),
         described("batch/v1", "Job", "worker", {"spec": workers}),
     ]
+
+
+def driver_manifests(
+    settings: KubernetesSettings, driver: DriverJob, name: str, job: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the Job of a driver, whose environment says `job`, and the Secret with its configuration."""
+    labels = {"app.kubernetes.io/managed-by": "ddptrain", _OWNER: name}
+    mounts, volumes = _volumes(settings)
+    path = f"{_FOLDER}/{_CONFIG}"
+    container = {
+        "name": "driver",
+        "image": settings.image,
+        "args": ["python", "-P", "-m", "ddptrain", "train", *driver.options, path],
+        "env": [{"name": JOB, "value": job}],
+        "volumeMounts": [{"name": "config", "mountPath": _FOLDER}, *mounts],
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _SAVED_S,
+        "containers": [container],
+        "volumes": [{"name": "config", "secret": {"secretName": name, "defaultMode": 0o444}}, *volumes],
+        **settings.pod,
+    }
+    # A run that was preempted goes on in another pod, one that has failed does not.
+    preempted = {"containerName": "driver", "operator": "In", "values": [int(ExitCode.PREEMPTED)]}
+    rules = [
+        {"action": "Ignore", "onExitCodes": preempted},
+        {"action": "FailJob", "onExitCodes": {**preempted, "operator": "NotIn"}},
+        _EVICTED,
+    ]
+    job_spec = {
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": rules},
+        "ttlSecondsAfterFinished": _KEPT_S,
+        "template": {"metadata": {"labels": labels}, "spec": spec},
+    }
+    metadata = {"name": name, "labels": labels}
+    data = {_CONFIG: base64.b64encode(json.dumps(driver.config).encode()).decode()}
+    return (
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job_spec},
+        {"apiVersion": "v1", "kind": "Secret", "metadata": dict(metadata), "type": "Opaque", "data": data},
+    )
+
+
+def _volumes(settings: KubernetesSettings) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the mounts of a container, and the volumes of its pod."""
+    return (
+        [{key: each[key] for key in each if key == "name" or key in _OF_A_MOUNT} for each in settings.volumes],
+        [{key: each[key] for key in each if key not in _OF_A_MOUNT} for each in settings.volumes],
+    )
 
 
 def _scheduler(cluster: ClusterRecord, settings: KubernetesSettings) -> dict[str, Any]:
@@ -334,7 +426,7 @@ def _worker(cluster: ClusterRecord, settings: KubernetesSettings) -> dict[str, A
     resources = {kind: dict(values) for kind, values in settings.resources.items()}
     if gpus:
         resources["limits"] = {"nvidia.com/gpu": gpus, **resources.get("limits", {})}
-    given = [{key: each[key] for key in each if key == "name" or key in _OF_A_MOUNT} for each in settings.volumes]
+    given, _ = _volumes(settings)
     mounts = [{"name": "tls", "mountPath": _FOLDER}, *given]
     if all(mount.get("mountPath") != _SHARED_MEMORY for mount in given):
         mounts.append({"name": "shm", "mountPath": _SHARED_MEMORY})
@@ -344,7 +436,7 @@ def _worker(cluster: ClusterRecord, settings: KubernetesSettings) -> dict[str, A
 
 def _pod(cluster: ClusterRecord, labels: Mapping[str, str], role: str, container: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template of a pod; `cluster.kubernetes.pod` has precedence over what is written here."""
-    settings = _settings(cluster)
+    settings = _settings(cluster.config)
     # The user that the image runs as must be able to read the secret.
     volumes: list[Any] = [{"name": "tls", "secret": {"secretName": f"{cluster.name}-tls", "defaultMode": 0o444}}]
     if role == "scheduler":
@@ -352,7 +444,7 @@ def _pod(cluster: ClusterRecord, labels: Mapping[str, str], role: str, container
     else:
         # 64 MB otherwise, which is too little for NCCL and for DataLoader's workers.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-        volumes += [{key: each[key] for key in each if key not in _OF_A_MOUNT} for each in settings.volumes]
+        volumes += _volumes(settings)[1]
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_S,

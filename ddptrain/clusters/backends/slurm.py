@@ -1,90 +1,75 @@
-"""Clusters as Slurm jobs: one job runs the scheduler on its first node, and a worker on each node."""
+"""Clusters as Slurm jobs: a scheduler on the first node, and a worker on each node.
+
+Outside of a job, a cluster is a job of its own. Inside one (SLURM_JOB_ID is set), the same commands run in that job.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.provider import Backend, Tell
+from ddptrain.clusters.provider import Backend, DriverJob, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
-from ddptrain.config.sections.clusters import SlurmSettings
+from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
+from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.protocol.exec_env import JOB
 
 _COMMAND_S = 30.0
 _END_S = 40.0  # Slurm's own KillWait is 30 s
 _POLL_S = 0.2
 _OVER = re.compile(r"invalid job id|no such job", re.IGNORECASE)
-# The address of the interface with the default route: the node's name often resolves to 127.0.1.1.
-_ADDRESS = """import socket
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-    try:
-        way.connect((\"10.255.255.255\", 1))
-        print(way.getsockname()[0])
-    except OSError:
-        print(socket.gethostname())
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job in the output of squeue: its state and, while it waits, the reason."""
-
-    id: str
-    state: str
-    reason: str
-
-    @property
-    def description(self) -> str:
-        """The state as in: job 12 is PENDING (Resources)."""
-        why = f" ({self.reason})" if self.reason not in ("", "None") else ""
-        return f"job {self.id} is {self.state}{why}"
+_WARNING = "B:TERM@120"  # to the driver, which is the batch step: so many seconds before the time limit
 
 
 class SlurmBackend(Backend):
-    """Runs a worker on each node of a job, with one slot per allocated GPU. The job outlives the submitting shell."""
+    """Runs a worker on each node of a job, with one slot per allocated GPU."""
 
     tls = True
     own_workers = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
-        """Submit the job. Raises ClusterError, UsageError."""
-        config, settings = cluster.config, _settings(cluster)
-        if config.gpus not in ("auto", 0):
-            raise UsageError(
-                f"cluster.gpus is {config.gpus}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
+        """Submit a job, or start the processes in the job of this process. Raises ClusterError, UsageError."""
+        config, settings, job = cluster.config, _settings(cluster.config), os.environ.get("SLURM_JOB_ID")
+        nodes, slots = _room(config, None if job is None else int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        if settings.container_image and "--container-image" not in _call("srun", "--help"):
+            raise ClusterError(
+                "cluster.slurm.container_image needs Slurm's plugin pyxis: `srun --help` has no --container-image "
+                "here; have pyxis installed, or leave the field out"
             )
-        each, nodes = settings.ranks_per_node, settings.nodes
-        if config.slots is not None and each == "auto":
-            each = math.ceil(config.slots / nodes)
-        elif config.slots is not None:
-            nodes = math.ceil(config.slots / int(each))
         cluster.workers = nodes
         folder = _made_folder(cluster)
+        lines = [*settings.setup, *_commands(cluster, nodes, slots)]
+        what = f"the scheduler and {counted(nodes, 'worker')}"
+        if job is not None:
+            pid = processes.start(str(folder), "job", ["bash", "-c", "\n".join(lines), str(folder)])
+            tell(f"in job {job}: {what}")
+            yield Part(role="job", host=socket.gethostname(), id=str(folder), log=str(folder), pid=pid)
+            return
         # The name finds the job even if the command is killed while it submits it.
         part = Part(role="job", id=f"ddptrain-{cluster.name}-{secrets.token_hex(4)}", log=str(folder))
         yield part
-        path = folder / "job.sh"
-        write_private(path, script(cluster, part.id, nodes, None if each == "auto" else each).encode())
-        answer = _call("sbatch", "--parsable", str(path))
-        job = answer.strip().splitlines()[-1].partition(";")[0]
-        tell(f"job {job}: the scheduler and {f'{nodes} workers' if nodes > 1 else 'a worker'}")
-        yield part.model_copy(update={"id": f"{part.id} {job}"})
+        options = {"job-name": part.id, "output": folder / "job-%j.log"}
+        new = _submitted(folder / "job.sh", batch_script(config, nodes, slots, options, ["umask 077", *lines]))
+        tell(f"job {new}: {what}")
+        yield part.model_copy(update={"id": f"{part.id} {new}"})
 
     def fault(self, cluster: ClusterRecord) -> str | None:
-        """Return that the job has ended, or None."""
+        """Return that the job, or what runs in the job of this process, has ended; or None."""
         job = next((part.id.partition(" ")[2] for part in cluster.parts), "")
-        return f"job {job} has ended" if job and not _listed(cluster) else None
+        return f"job {job} has ended" if job and not _listed(cluster) else processes.ended(cluster.parts)
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler, workers and the job; for a job that waits, the reason."""
@@ -93,29 +78,74 @@ class SlurmBackend(Backend):
         for path in sorted(folder.glob("*.log")):
             source = path.stem.replace("-", " ", 1) if path.stem != "scheduler" else path.stem
             found[source] = processes.tail(str(folder), path.stem, lines)
-        for job in _listed(cluster):
-            if job.state != "RUNNING":
-                found[f"job {job.id}"] = f"{found.get(f'job {job.id}', '')}{job.description}\n"
+        for job, state in _listed(cluster).items():
+            if state != "RUNNING":
+                found[f"job {job}"] = f"{found.get(f'job {job}', '')}job {job} is {state}\n"
         return found
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """Cancel the job, and wait until Slurm has ended it. Raises ClusterError."""
+        processes.end(str(_folder(cluster)))
         if jobs := _listed(cluster):
-            ids = [job.id for job in jobs]
-            _call("scancel", *ids, passes=_OVER)
-            tell(f"cancelled job {', '.join(ids)}")
+            _call("scancel", *jobs, passes=_OVER)
+            tell(f"cancelled job {', '.join(jobs)}")
         deadline = time.monotonic() + _END_S
         while left := _listed(cluster):
             if time.monotonic() > deadline:
-                raise ClusterError(f"Slurm has not ended within {_END_S:g} s: {left[0].description}")
+                job, state = next(iter(left.items()))
+                raise ClusterError(f"Slurm has not ended within {_END_S:g} s: job {job} is {state}")
             time.sleep(_POLL_S)
         if cluster.shared:
             shutil.rmtree(cluster.shared, ignore_errors=True)
 
+    def submit(self, config: ClusterConfig, driver: DriverJob) -> str:
+        """See Backend. The driver is the batch step, which starts the workers of its job."""
+        nodes, slots = _room(config, None)
+        log, folder = driver.folder / "driver.log", os.getcwd()
+        options = {"job-name": driver.name, "output": log, "chdir": folder, "requeue": "", "signal": _WARNING}
+        mark = f'export {JOB}="slurm $SLURM_JOB_ID {driver.run_id}"'
+        command, *words = driver.words
+        command = shlex.join([sys.executable, "-P", "-m", "ddptrain", command, *driver.options, *words])
+        lines = [*_settings(config).setup, mark, f"exec {command}"]
+        return _submitted(driver.folder / "job.sh", batch_script(config, nodes, slots, options, lines))
 
-def _settings(cluster: ClusterRecord) -> SlurmSettings:
-    assert cluster.config.slurm is not None
-    return cluster.config.slurm
+    def job_state(self, job: str) -> str:
+        """See Backend."""
+        return _states("--jobs", job).get(job, "")
+
+    def cancel_job(self, job: str) -> None:
+        """See Backend."""
+        _call("scancel", job, passes=_OVER)
+
+    def restart_job(self, job: str) -> None:
+        """See Backend. Slurm ends this process in a moment."""
+        _call("scontrol", "requeue", job)
+
+
+def _settings(config: ClusterConfig) -> SlurmSettings:
+    assert config.slurm is not None
+    return config.slurm
+
+
+def _room(config: ClusterConfig, present: int | None) -> tuple[int, int | None]:
+    """Return the number of nodes, and of slots on each, None for one per GPU. Raises UsageError.
+
+    present: the nodes of the job of this process; None outside of a job.
+    """
+    settings = _settings(config)
+    if config.gpus not in ("auto", 0):
+        raise UsageError(
+            f"cluster.gpus is {config.gpus}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
+        )
+    each = None if settings.ranks_per_node == "auto" else settings.ranks_per_node
+    nodes = present if present is not None and "nodes" not in settings.model_fields_set else settings.nodes
+    if config.slots is not None and each is None:
+        each = math.ceil(config.slots / nodes)
+    elif config.slots is not None and each is not None:
+        nodes = math.ceil(config.slots / each)
+    if present is not None and nodes > present:
+        raise UsageError(f"{nodes} nodes are asked for, and this job has {present}: ask for fewer ranks or nodes")
+    return nodes, each
 
 
 def _folder(cluster: ClusterRecord) -> Path:
@@ -124,7 +154,7 @@ def _folder(cluster: ClusterRecord) -> Path:
 
 def _made_folder(cluster: ClusterRecord) -> Path:
     """Return the folder for the files of the job, created on the shared file system if one is configured."""
-    chosen = _settings(cluster).folder
+    chosen = _settings(cluster.config).folder
     if chosen is None:
         return cluster.folder
     folder = Path(chosen).expanduser().absolute() / f"ddptrain-{cluster.name}-{secrets.token_hex(4)}"
@@ -139,14 +169,23 @@ def _made_folder(cluster: ClusterRecord) -> Path:
     return folder
 
 
-def _listed(cluster: ClusterRecord) -> list[Job]:
-    """Return the job if it has not ended. Raises ClusterError if squeue fails."""
-    names = [part.id.partition(" ")[0] for part in cluster.parts]
-    if not names:
-        return []
-    answer = _call("squeue", "--noheader", "--me", "--name", ",".join(names), "--format", "%F|%T|%r", passes=_OVER)
-    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == 2]
-    return [Job(*(cell.strip() for cell in row)) for row in rows]
+def _listed(cluster: ClusterRecord) -> dict[str, str]:
+    """Return the cluster's own job, if it has not ended; see _states."""
+    names = [part.id.partition(" ")[0] for part in cluster.parts if part.pid is None]
+    return _states("--me", "--name", ",".join(names)) if names else {}
+
+
+def _states(*chosen: str) -> dict[str, str]:
+    """Return the states of the jobs that have not ended, by id, as "PENDING (Resources)". Raises ClusterError."""
+    answer = _call("squeue", "--noheader", *chosen, "--format", "%F|%T|%r", passes=_OVER)
+    rows = [line.strip().split("|") for line in answer.splitlines() if line.count("|") == 2]
+    return {job: state if why in ("", "None") else f"{state} ({why})" for job, state, why in rows}
+
+
+def _submitted(path: Path, text: str) -> str:
+    """Write a batch script, and submit it; return the id of its job. Raises ClusterError."""
+    write_private(path, text.encode())
+    return _call("sbatch", "--parsable", str(path)).strip().splitlines()[-1].partition(";")[0]
 
 
 def _call(program: str, *arguments: str, passes: re.Pattern[str] | None = None) -> str:
@@ -173,14 +212,18 @@ def _call(program: str, *arguments: str, passes: re.Pattern[str] | None = None) 
     return done.stdout
 
 
-def script(cluster: ClusterRecord, name: str, nodes: int, slots: int | None) -> str:
-    """Return the batch script; `slots` of each node, None for one per GPU. All values from the settings are quoted."""
-    settings, folder = _settings(cluster), _folder(cluster)
+def batch_script(
+    config: ClusterConfig, nodes: int, slots: int | None, options: Mapping[str, object], lines: Sequence[str]
+) -> str:
+    """Return a batch script that runs `lines` on the first of the nodes, with room for the slots of each.
+
+    The values of the settings are quoted; an option with the value "" is a flag.
+    """
+    settings = _settings(config)
     options = {
-        "job-name": name,
+        **options,
         "nodes": nodes,
         "ntasks-per-node": 1,
-        "output": folder / "job-%j.log",
         "open-mode": "append",
         "partition": settings.partition,
         "account": settings.account,
@@ -188,11 +231,11 @@ def script(cluster: ClusterRecord, name: str, nodes: int, slots: int | None) -> 
         "gres": settings.gres,
         "cpus-per-task": slots,
     }
-    stated = [f"#SBATCH --{option}={_quoted(value)}" for option, value in options.items() if value is not None]
+    given = {option: value for option, value in options.items() if value is not None}
+    stated = [f"--{option}" if value == "" else f"--{option}={_quoted(value)}" for option, value in given.items()]
     # Slurm takes the last of several equal options.
-    stated += [f"#SBATCH {line.removeprefix('#SBATCH').strip()}" for line in settings.directives]
-    lines = ["#!/bin/bash", *stated, "", "umask 077", *settings.setup, *_commands(cluster, slots)]
-    return "\n".join([*lines, ""])
+    stated += [line.removeprefix("#SBATCH").strip() for line in settings.directives]
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {each}" for each in stated), "", *lines, ""])
 
 
 def _quoted(value: object) -> str:
@@ -201,23 +244,29 @@ def _quoted(value: object) -> str:
     return text if not set(text) & set(" \"'\\#") else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _commands(cluster: ClusterRecord, slots: int | None) -> list[str]:
-    """Start the scheduler in the background, and run a worker on each node until it ends or the job is cancelled."""
-    python, folder = _settings(cluster).python or sys.executable, _folder(cluster)
-    scheduler = [python, "-P", "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder)]
+def _commands(cluster: ClusterRecord, nodes: int, slots: int | None) -> list[str]:
+    """Run the scheduler here and a worker on each node, in a job; at the end of either, end the other."""
+    settings, folder = _settings(cluster.config), _folder(cluster)
+    inside = [f"--container-image={settings.container_image}"] if settings.container_image else []
+    if inside:
+        inside.append(f"--container-mounts={','.join([f'{folder}:{folder}', *settings.container_mounts])}")
+    scheduler = [sys.executable if inside else settings.python or sys.executable, "-P", "-m"]
+    scheduler += ["ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder), "--host", "auto"]
     scheduler += ["--idle-timeout", str(cluster.config.idle_timeout_s)]
-    address = f'"$({shlex.quote(python)} -c {shlex.quote(_ADDRESS)})"'
-    log = shlex.quote(str(folder / "scheduler.log"))
-    worker = [python, "-P", "-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json"]
-    worker += ["--timeout", f"{cluster.config.start_timeout_s:g}", "--slots", str(slots or 0)]
-    worker += ["--gpus", "none" if cluster.config.gpus == 0 else "auto", "--tls-dir", str(folder)]
+    worker = [settings.python or ("python3" if inside else sys.executable), "-P", "-m", "ddptrain.worker"]
+    worker += ["--scheduler-file", f"{folder}/scheduler.json", "--tls-dir", str(folder), "--slots", str(slots or 0)]
+    worker += ["--timeout", f"{cluster.config.start_timeout_s:g}"]
+    worker += ["--gpus", "none" if cluster.config.gpus == 0 else "auto"]
     name = 'name="$SLURMD_NODENAME-$SLURM_JOB_ID"'
-    inner = f'{name}; exec {shlex.join(worker)} --name "$name" >>{shlex.quote(f"{folder}/worker-")}"$name".log 2>&1'
-    run = ["srun", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--export=ALL", "--input=none"]
+    task = f'{name}; exec {shlex.join(worker)} --name "$name" >>{shlex.quote(f"{folder}/worker-")}"$name".log 2>&1'
+    # --overlap: other steps may use the same CPUs and GPUs.
+    run = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--mpi=none"]
+    run += ["--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--export=ALL", "--input=none", *inside]
     return [
-        f"{shlex.join(scheduler)} --host {address} >>{log} 2>&1 &",
-        "scheduler=$!",
-        "trap 'kill $scheduler; wait $scheduler' EXIT",
-        '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',  # srun does not inherit it
-        f"{shlex.join(run)} bash -c {shlex.quote(inner)}",
+        # What the job asked for per task, or the step of this shell, is not for the workers: each gets its node's part.
+        "unset $(compgen -e | grep -E '^(SLURM|SRUN)_' | grep -vE '^SLURM_(CONF|JOB_ID|WORKING_CLUSTER)$')",
+        f"{shlex.join(scheduler)} >>{shlex.quote(str(folder / 'scheduler.log'))} 2>&1 &",
+        f"{shlex.join(run)} bash -c {shlex.quote(task)} &",
+        "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT",
+        "wait -n",
     ]

@@ -11,10 +11,10 @@ import socket
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ddptrain.clusters.processes import ADDRESS, FOLDER, PYTHON, is_loopback
 from ddptrain.clusters.provider import Backend, Tell
@@ -25,7 +25,6 @@ from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.version import __version__
 
-_A = TypeVar("_A")
 _AT_ONCE = 9  # parallel ssh calls: the sshd of a jump host drops more than 10 simultaneous logins
 _START_S = 30.0  # for a scheduler to listen
 _CALL_S = 60.0
@@ -59,11 +58,11 @@ class SshBackend(Backend):
         tell(f"asking {counted(len(used), 'host')}")
         # A process starts only in a folder that was prepared. So `down`, which deletes the folders, also ends a start
         # whose command was killed and whose call is still on its way.
-        faults = _of_parts(cluster, _prepared)
-        if any(faults):  # a host that can't be used must not become a part that can't be ended
-            unusable = {part.host for part, fault in zip(cluster.parts, faults, strict=True) if fault}
-            cluster.parts = [part for part in cluster.parts if part.host not in unusable]
-            raise ClusterError("\n".join(dict.fromkeys(filter(None, faults))))
+        answers = _of_parts(cluster, "prepare")
+        if faults := {part.host: str(error) for part, error in answers if isinstance(error, ClusterError)}:
+            # A host that can't be used must not become a part that can't be ended.
+            cluster.parts = [part for part in cluster.parts if part.host not in faults]
+            raise ClusterError("\n".join(faults.values()))
         listen = ["ddptrain.clusters.scheduler.scheduler_process", "--folder", FOLDER, "--host", ADDRESS]
         listen += ["--idle-timeout", str(config.idle_timeout_s)]
         address = _ip(config.ssh.scheduler_host or "")
@@ -102,54 +101,30 @@ class SshBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended or whose host can't be reached, or None."""
-
-        def ask(part: Part, host: Host) -> str | None:
-            try:
-                is_there = part.pid is None or part.pid in host.call("control", folder=part.id, verb="running")
-                return None if is_there else f"the {part.name} (pid {part.pid}) has ended"
-            except ClusterError as error:
-                return str(error)
-
-        return next(filter(None, _of_parts(cluster, ask)), None)
+        for part, running in _of_parts(cluster, "running"):
+            if isinstance(running, ClusterError):
+                return str(running)
+            if part.pid is not None and part.pid not in running:
+                return f"the {part.name} (pid {part.pid}) has ended"
+        return None
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the log of each process; a worker logs only what goes wrong. For an unreachable host, the error."""
-
-        def read(part: Part, host: Host) -> str:
-            try:
-                return str(host.call("control", folder=part.id, verb="tail", name=part.role, lines=lines))
-            except ClusterError as error:
-                return f"({error})"
-
-        return dict(zip((part.name for part in cluster.parts), _of_parts(cluster, read), strict=True))
+        found = _of_parts(cluster, "tail", lines=lines)
+        return {part.name: f"({log})" if isinstance(log, ClusterError) else str(log) for part, log in found}
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End all processes and remove their folders. Raises ClusterError at the end if hosts could not be reached."""
-
-        def end(part: Part, host: Host) -> str | None:
-            try:
-                host.call("control", folder=part.id, verb="end")
-            except ClusterError as error:
-                pid = f" (pid {part.pid})" if part.pid else ""
-                return f"{error}; the {part.name}{pid} may still run there"
-            return None
-
         # The workers end with the scheduler; each is also ended on its own host.
-        faults = _of_parts(cluster, end)
-        cluster.parts = [part for part, fault in zip(cluster.parts, faults, strict=True) if fault is not None]
+        left = [(part, error) for part, error in _of_parts(cluster, "end") if isinstance(error, ClusterError)]
+        cluster.parts = [part for part, _ in left]
         cluster.save()
-        if left := [fault for fault in faults if fault is not None]:
+        if left:
+            words = [
+                f"{error}; the {part.name} (pid {part.pid or 'unknown'}) may still run there" for part, error in left
+            ]
             forget = f"if it will not come back, forget the cluster: rm -r {shlex.quote(str(cluster.folder))}"
-            raise ClusterError(f"{'; '.join(left)}; {forget}")
-
-
-def _prepared(part: Part, host: Host) -> str | None:
-    """Make the folder of a process on its host; return why that is not possible."""
-    try:
-        host.call("control", folder=part.id, verb="prepare")
-    except ClusterError as error:
-        return str(error)
-    return None
+            raise ClusterError("; ".join([*words, forget]))
 
 
 def _planned(cluster: ClusterRecord, role: str, host: Host) -> Part:
@@ -203,11 +178,18 @@ def _ip(address: str) -> str:
         return address
 
 
-def _of_parts(cluster: ClusterRecord, call: Callable[[Part, Host], _A]) -> list[_A]:
-    """Return the results of calls on the hosts of all parts, side by side, in the order of the parts."""
+def _of_parts(cluster: ClusterRecord, verb: str, **given: Any) -> list[tuple[Part, Any]]:
+    """Return each part with the result of `processes control VERB` on its host, or its ClusterError; side by side."""
     hosts = {host.name: host for host in _hosts(cluster)}
+
+    def call(part: Part) -> tuple[Part, Any]:
+        try:
+            return part, hosts[part.host].call("control", folder=part.id, name=part.role, verb=verb, **given)
+        except ClusterError as error:
+            return part, error
+
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        return list(pool.map(lambda part: call(part, hosts[part.host]), cluster.parts))
+        return list(pool.map(call, cluster.parts))
 
 
 # --- one host, and calls of `ddptrain.clusters.processes` there ---
@@ -268,22 +250,16 @@ class Host:
 
     def _reason(self, answer: subprocess.CompletedProcess[str]) -> str:
         """Return the error in one line."""
-        error_lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-        last = error_lines[-1] if error_lines else f"exit code {answer.returncode}"
-        python = self.settings.python
+        last = answer.stderr.strip().rpartition("\n")[2].strip() or f"exit code {answer.returncode}"
+        python, install = self.settings.python, f"{self.settings.python} -m pip install ddptrain=={__version__}"
         if answer.returncode == _SSH_FAILED:
             login = shlex.join(["ssh", *self.settings.options, self.target])
             return f"ssh can't connect: {last.rstrip('.')}; this must work without a question: {login}"
         if answer.returncode in _NOT_FOUND:
             return f"there is no {python} there ({last}): set cluster.ssh.python"
         if missing := re.search(r"No module named '?(\w+)", last):
-            return f"{missing[1]} is missing there: {python} -m pip install ddptrain=={__version__}"
-        if last.startswith(("KeyError", "TypeError")):
-            return f"another version of ddptrain is installed there: {python} -m pip install ddptrain=={__version__}"
-        old = ("nknown option", "invalid choice", "llegal option", "SyntaxError")  # of Python 3.10, a shell, Python 2
-        if answer.returncode == 0 or any(words in answer.stderr for words in old):
-            return f"{python} is not Python 3.11 or newer there ({last}): set cluster.ssh.python"
-        return last
+            return f"{missing[1]} is missing there: {install}"
+        return f"{python} can't run this version of ddptrain there ({last}): {install}, or set cluster.ssh.python"
 
 
 def _hosts(cluster: ClusterRecord) -> list[Host]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SCHEDULER_FILE = "scheduler.json"
 ENDED_FILE = "ended.json"
 
-SCHEDULER_CONFIG: dict[str, object] = {
+_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # drop_the_silent replaces it
     "distributed.scheduler.work-stealing": False,
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The Dask scheduler of a cluster of ddptrain's.",
     )
     parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
-    parser.add_argument("--host", default="127.0.0.1", help="address or name to listen on (default: 127.0.0.1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address or name; auto: that of the default route")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without a run; 0 is never (default)")
     parser.add_argument("--warm-driver", action="store_true", help="keep a process that forks drivers for commands")
@@ -77,7 +77,9 @@ async def _serve(options: argparse.Namespace, scratch: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_signal.set)
     folder: Path = options.folder
-    scheduler = await _started(options, scratch)
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    host = _own_address() if options.host == "auto" else options.host
+    scheduler = await new_scheduler(folder, scratch, host, options.port)
     write_private_json(folder / SCHEDULER_FILE, _card(scheduler))
     warm = _start_warm_driver(folder) if options.warm_driver else None
     _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
@@ -111,22 +113,32 @@ def _start_warm_driver(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
+async def new_scheduler(keys: Path, scratch: Path, host: str = "127.0.0.1", port: int = 0) -> Scheduler:
+    """Return a scheduler that listens there with the key and the certificate of a folder."""
     import dask
     from distributed import Scheduler
 
-    logging.getLogger("distributed").setLevel(logging.WARNING)
-    dask.config.set(SCHEDULER_CONFIG)
-    scheduler: Scheduler = await Scheduler(
-        protocol="tls",
-        host=options.host,
-        port=options.port,
-        security=own_security(options.folder),
-        dashboard=False,
-        dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
-        local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
-    )
-    return scheduler
+    with dask.config.set(_CONFIG):
+        scheduler: Scheduler = await Scheduler(
+            protocol="tls",
+            host=host,
+            port=port,
+            security=own_security(keys),
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
+            local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
+        )
+        return scheduler
+
+
+def _own_address() -> str:
+    """Return the address of the interface with the default route: a host's name often resolves to 127.0.1.1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(("10.255.255.255", 1))
+        except OSError:
+            return socket.gethostname()
+        return str(way.getsockname()[0])
 
 
 def _card(scheduler: Scheduler) -> dict[str, Any]:

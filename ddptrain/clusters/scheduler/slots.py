@@ -1,5 +1,8 @@
 """The slot table: a worker group gets all the slots that it requests, or none, and waits in a queue for them.
 
+The run with the highest priority is first in the queue, among equal ones the one that has waited longest. Only the
+first gets slots: free ones that are too few for it wait with it, so small runs never keep a large one waiting.
+
 It is a scheduler plugin. So requests of two drivers are handled one after the other, and the slots of a driver
 that was killed are free as soon as its connection to the scheduler ends. The plugin is added with the first run and
 removed with the last: a cluster that ddptrain has not started is not changed permanently.
@@ -50,7 +53,7 @@ class Request:
     """The request of a driver: `count` slots (None: all), with `gpus_only` only those with a GPU.
 
     `without` are addresses of workers to avoid. `lost_after_s` is how long the run survives a network cut
-    (None: the limits of the cluster stay).
+    (None: the limits of the cluster stay). A higher `priority` is served first.
     """
 
     client: str
@@ -59,6 +62,7 @@ class Request:
     gpus_only: bool
     without: frozenset[str]
     lost_after_s: float | None
+    priority: int = 0
 
     def suits(self, slot: Slot) -> bool:
         """Return whether the request accepts that slot."""
@@ -71,11 +75,15 @@ class Request:
 
 @dataclass(slots=True)
 class Grant:
-    """The slots of a run, and the workers that have its plugin: also those whose slots it no longer has."""
+    """The slots of a run, and the workers that have its plugin: also those whose slots it no longer has.
+
+    since: when the run got its first slots, in seconds since 1970.
+    """
 
     request: Request
     slots: list[Slot]
     workers: set[str]
+    since: float
 
 
 @dataclass(slots=True)
@@ -91,7 +99,7 @@ class Waiter:
 class Refusal:
     """Why there are no slots yet. `place` is the position in the queue: 1 is next, 0 is not in the queue.
 
-    holders: the other runs that have slots.
+    holders: the other runs that have slots: id, number of slots, and since when, in seconds since 1970.
     total, hosts: slots that suit the request. of_any_kind: the same with those that lack a GPU.
     """
 
@@ -99,7 +107,7 @@ class Refusal:
     free: int
     total: int
     place: int
-    holders: tuple[str, ...]
+    holders: tuple[tuple[str, int, float], ...]
     hosts: Mapping[str, int]
     of_any_kind: int
 
@@ -112,7 +120,7 @@ class SlotTable(SchedulerPlugin):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.grants: dict[str, Grant] = {}  # by run
-        self.queue: dict[str, Waiter] = {}  # by run, the next one first
+        self.queue: dict[str, Waiter] = {}  # by run
         self.closed = False  # the cluster ends: no run gets slots
         self.offers: dict[str, tuple[int, int]] = {}  # foreign workers -> (slots, GPUs)
         self._removals: set[asyncio.Future[Any]] = set()
@@ -150,14 +158,14 @@ class SlotTable(SchedulerPlugin):
         wanted = [slot for slot in self.all() if not request.avoids(slot)]
         everything = [slot for slot in wanted if request.suits(slot)]
         asked = request.count if request.count is not None else max(1, len(everything))
-        grant = self.grants.get(request.run_id) or Grant(request, [], set())
+        grant = self.grants.get(request.run_id) or Grant(request, [], set(), time.time())
         free = self.free(request, besides=grant.slots)
-        is_next = next(iter(self.queue), request.run_id) == request.run_id or bool(grant.slots)
+        is_next = self.line(request)[0] == request.run_id or bool(grant.slots)
         if is_next and len(free) >= asked:
             self.queue.pop(request.run_id, None)
             # Also the request is replaced: a driver that resumes the run is another client.
             workers = grant.workers | {slot.worker for slot in free[:asked]}
-            self.grants[request.run_id] = Grant(request, free[:asked], workers)
+            self.grants[request.run_id] = Grant(request, free[:asked], workers, grant.since)
             granted = [f"{slot.worker} {slot.index}" for slot in free[:asked]]
             _log.info("slots reserved", run=request.run_id, slots=granted)
             return free[:asked]
@@ -168,8 +176,12 @@ class SlotTable(SchedulerPlugin):
             place = self._enqueue(request)
         _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)
         hosts = Counter(slot.host for slot in everything)
-        holders = sorted(run_id for run_id, each in self.grants.items() if each.slots and run_id != request.run_id)
-        return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts), len(wanted))
+        holders = tuple(
+            (run_id, len(each.slots), each.since)
+            for run_id, each in sorted(self.grants.items())
+            if each.slots and run_id != request.run_id
+        )
+        return Refusal(asked, len(free), len(everything), place, holders, dict(hosts), len(wanted))
 
     def release(self, run_id: str, client: str = "") -> None:
         """Release the slots of a run, and its place in the queue, unless they are of another client than `client`."""
@@ -209,7 +221,14 @@ class SlotTable(SchedulerPlugin):
         now = time.monotonic()
         known = self.queue.get(request.run_id)
         self.queue[request.run_id] = Waiter(request, known.since if known else now, now)
-        return list(self.queue).index(request.run_id) + 1
+        return self.line(request).index(request.run_id) + 1
+
+    def line(self, request: Request | None = None) -> list[str]:
+        """Return the runs in the order in which they get slots; with a `request` also its run, which may not wait."""
+        waiters = list(self.queue.values())
+        if request is not None and request.run_id not in self.queue:
+            waiters.append(Waiter(request, time.monotonic(), 0.0))
+        return [each.request.run_id for each in sorted(waiters, key=lambda each: (-each.request.priority, each.since))]
 
     def _forget_the_silent(self) -> None:
         limit = time.monotonic() - _FORGET_WAITER_S
@@ -273,6 +292,7 @@ def reserve(
     in_line: bool = False,
     without: Sequence[str] = (),
     lost_after_s: float | None = None,
+    priority: int = 0,
 ) -> dict[str, Any]:
     """For run_on_scheduler: reserve slots for a run, or queue with `in_line`; `count` None requests all slots.
 
@@ -287,7 +307,7 @@ def reserve(
         raise ClusterError("a command is ending this cluster (ddptrain cluster down): start it again, or use another")
     if unknown := table.unknown():
         return {"unknown": unknown}
-    request = Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s)
+    request = Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s, priority)
     answer = table.reserve(request, in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
@@ -355,13 +375,24 @@ def overview(dask_scheduler: Scheduler, *, counts: bool = False) -> dict[str, An
     return {
         "workers": sorted(workers, key=lambda worker: (worker["host"], worker["address"])),
         "runs": [
-            {"run_id": run_id, "slots": len(grant.slots), "hosts": sorted({slot.host for slot in grant.slots})}
+            {
+                "run_id": run_id,
+                "slots": len(grant.slots),
+                "hosts": sorted({slot.host for slot in grant.slots}),
+                "since": round(grant.since, 1),
+            }
             for run_id, grant in sorted(table.grants.items())
             if grant.slots
         ],
         "waiting": [
-            {"run_id": run_id, "place": place, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
-            for place, (run_id, waiter) in enumerate(table.queue.items(), 1)
+            {
+                "run_id": run_id,
+                "place": place,
+                "asked": waiter.request.count,
+                "priority": waiter.request.priority,
+                "waited_s": round(now - waiter.since, 1),
+            }
+            for place, (run_id, waiter) in enumerate(((run_id, table.queue[run_id]) for run_id in table.line()), 1)
         ],
     }
 

@@ -11,6 +11,7 @@ from ddptrain.config.plugin_names import Registry
 from ddptrain.config.types import (
     MOST_RANKS,
     NAME_PATTERN,
+    Duration,
     FilledText,
     Line,
     Ranks,
@@ -63,7 +64,7 @@ class SshSettings(Strict):
 
 
 class SlurmSettings(Strict):
-    """A Slurm job for scheduler and workers."""
+    """A Slurm job for scheduler and workers; in a job, that job is used, with all its nodes by default."""
 
     nodes: Ranks = Field(default=1, description="Nodes, one worker each.")
     ranks_per_node: Literal["auto"] | Ranks = Field(
@@ -78,6 +79,10 @@ class SlurmSettings(Strict):
     )
     setup: list[Line] = Field(default_factory=list, description="Shell lines to run first, as module load cuda.")
     python: Line | None = Field(default=None, description="Python on the nodes; by default the one that runs this.")
+    container_image: Line | None = Field(
+        default=None, description="Image of the workers' containers, which have ddptrain; needs the plugin pyxis."
+    )
+    container_mounts: list[Line] = Field(default_factory=list, description="Mounts there, as /data:/data:ro.")
     folder: FilledText | None = Field(
         default=None, description="Folder for the job's files, on a file system shared with the nodes."
     )
@@ -169,7 +174,17 @@ class ClusterConfig(Strict):
         default="auto", description="GPUs to use; auto is all there are, 0 trains on the CPU."
     )
     start_timeout_s: Seconds = Field(default=60.0, gt=0, description="Seconds that the cluster may take to start.")
-    wait_s: Seconds = Field(default=0.0, ge=0, description="Seconds to wait in line for free slots; 0 fails at once.")
+    wait_s: Annotated[Duration, Field(ge=0)] = Field(
+        default=0.0,
+        description="Seconds, or a time as 2h, to wait in line for slots that other runs hold; 0 does not wait.",
+    )
+    priority: int = Field(
+        default=0,
+        ge=-1000,
+        le=1000,
+        description="Runs that wait in line get slots in the order of their priority, the highest first, and equal "
+        "ones in the order of their arrival.",
+    )
     idle_timeout_s: Seconds = Field(
         default=0.0, ge=0, description="Seconds without a run after which a cluster ends by itself; 0 is never."
     )

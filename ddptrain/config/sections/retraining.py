@@ -7,34 +7,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ddptrain.config.types import NAME_PATTERN, FilledText, Seconds, Strict, wrong_field
-from ddptrain.config.wording import describe_value
+from ddptrain.config.types import NAME_PATTERN, Duration, FilledText, Strict, wrong_field
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 FROM_ENV = "env:"
-
-
-def duration_s(text: str) -> float:
-    """Convert a duration such as "30d", "6h", "90m" or "1h30m" to seconds. Raises ValueError."""
-    parts = _DURATION.findall(text)
-    if not parts or "".join(number + unit for number, unit in parts) != text.replace(" ", ""):
-        raise ValueError(
-            f'{describe_value(text)} is not a duration: write a number with s, m, h, d or w, as in "6h" or "1h30m"'
-        )
-    return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
-
-
-def _as_seconds(value: object) -> object:
-    return duration_s(value) if isinstance(value, str) else value
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, dict) else value
 
 
-# Seconds, or a text such as "6h".
-Duration = Annotated[Seconds, BeforeValidator(_as_seconds, json_schema_input_type=float | str)]
 Positive = Annotated[Duration, Field(gt=0)]
 
 

@@ -32,18 +32,23 @@ class Signals:
     """A signal handler: each signal becomes a request. One that asks to end is also an exception in `interrupting()`.
 
     taken: the signals that ask to end. asked: `ddptrain stop` has sent the first of them. now: `ddptrain stop --now`.
+    breaks: the next SIGINT opens the debugger; one that follows before the debugger has asked for a line ends the run.
     """
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
         self.taken: list[int] = []
-        self.asked = self.now = False
+        self.asked = self.now = self.breaks = False
         self._interrupts = False
 
     def take(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal; installed with signal.signal()."""
         if (request := REQUESTS[signum]) is Request.FORWARD:
             self.inbox.put(SignalReceived(signum, request))
+            return
+        if signum == signal.SIGINT and self.breaks:
+            self.breaks = False
+            self.inbox.put(SignalReceived(signum, Request.BREAK))
             return
         self.taken.append(signum)
         if len(self.taken) > MOST:  # it does not get to its end

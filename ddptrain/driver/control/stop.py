@@ -165,6 +165,10 @@ def stop_run(
         ClusterError: the run has not ended within the grace period and `margin_s` seconds.
     """
     view = target.look()
+    if view.status == RunStatus.QUEUED:
+        from ddptrain.driver.submit import cancel
+
+        view = cancel(view)
     if not is_active(view):
         return view
     desk, driver = target.desk, view.record.driver

@@ -26,6 +26,7 @@ from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, no
 from ddptrain.results.log_tail import READ_BYTES, LogLine, LogTail
 
 if TYPE_CHECKING:
+    from ddptrain.driver.control.debugger import DebuggerTerminal
     from ddptrain.results.run import Run
 
 POLL_S = 0.1
@@ -59,18 +60,24 @@ class Display:
         stage: str = "",
         rows: OtherRows | None = None,
         elapsed_s: float = 0.0,
+        debugger: DebuggerTerminal | None = None,
     ) -> None:
         """Start a display that follows logs_dir/rank-<r>.log of every rank, and shows what ddptrain logs to stderr.
 
         mode: "auto", "live", "plain" or "json"; "live" without a terminal is "plain". From 17 ranks on, rank 0 is shown
         and whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`, unless it is
         "". `rows` returns other rows than those of the ranks. `elapsed_s`: how long the run has already been running.
+        `debugger`: takes the requests of the debugged rank for lines; then there is no live display.
         Raises UsageError for an unknown mode.
         """
         out, err = self._stdout, self._stderr = Stream(stdout or sys.stdout), Stream(stderr or sys.stderr)
-        mode = choose_mode(mode, out.is_terminal, environ)
+        mode = choose_mode(mode if debugger is None else "plain", out.is_terminal, environ)
         colour = wants_colour(out.is_terminal, environ)
-        self._renderer: Renderer = PlainRenderer(out, err, colour)
+        bare = debugger.rank if debugger is not None else None
+        self._renderer: Renderer = PlainRenderer(out, err, colour, bare=bare)
+        self._debugger = debugger
+        self._asked: tuple[int, int] | None = None  # the rank that asks for a line, and the size of its log then
+        all_ranks = all_ranks or debugger is not None
         if mode == "json":
             self._renderer = JsonRenderer(out, err, stage)
         elif mode == "live":
@@ -215,6 +222,9 @@ class Display:
                 case {"event": "ranks", "count": count, "offsets": offsets, "hidden": hidden}:
                     self._follow(count, offsets)
                     self._hidden = hidden
+                case {"event": "asks_for_line", "rank": rank, "log_size": size}:
+                    self._asked = rank, size
+                    continue
             if what["event"] == "notice":
                 self._show_held()
             self._renderer.event(what)
@@ -237,6 +247,8 @@ class Display:
         Return the size in bytes of the longest piece.
         """
         now_s, longest = time.monotonic(), 0
+        if self._debugger is not None and self._debugger.reading and not (all_of_them or self._asked):
+            return 0  # other output would stand in the line that the user types
         grown = {self._grown.popleft() for _ in range(len(self._grown))}
         if all_of_them or len(self._tails) <= _FEW_LOGS or now_s - self._all_read_s > _ALL_LOGS_S:
             self._all_read_s = now_s
@@ -246,7 +258,19 @@ class Display:
             if size == READ_BYTES or self._bars.get(rank):
                 self._grown.append(rank)
             longest = max(longest, size)
+        if self._asked is not None and self._debugger is not None:
+            self._ask(self._debugger, *self._asked)
         return longest
+
+    def _ask(self, debugger: DebuggerTerminal, rank: int, size: int) -> None:
+        """Let the user type a line if the log of the rank has been shown up to `size`; its last line is the prompt."""
+        tail = self._tails.get(rank)
+        if tail is not None and tail.offset < size:
+            self._wake.set()  # the rest is on its way
+            return
+        self._asked = None
+        self._show_held()
+        debugger.ask("".join(line.text for line in tail.rest()) if tail is not None else "")
 
     def _read(self, rank: int, tail: LogTail) -> int:
         """Show the next piece of a log; return its size in bytes."""

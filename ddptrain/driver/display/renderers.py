@@ -57,8 +57,10 @@ class PlainRenderer(Renderer):
     numbers gets a line after a minute without one.
     """
 
-    def __init__(self, stdout: Stream, stderr: Stream, colour: bool = False) -> None:
+    def __init__(self, stdout: Stream, stderr: Stream, colour: bool = False, *, bare: int | None = None) -> None:
+        """`bare`: the rank whose lines have no prefix, because it is debugged."""
         super().__init__(stdout, stderr, colour)
+        self._bare = bare
         self._on_terminal = stdout.is_terminal
         self._status = ""
         self._facts = RunFacts()
@@ -70,7 +72,8 @@ class PlainRenderer(Renderer):
 
     def log(self, rank: int, lines: Sequence[LogLine]) -> None:
         """Write the lines with the prefix of their rank; each piece of a long line becomes a line."""
-        self._stdout.write(format_lines(rank, lines, self._colour, self._on_terminal))
+        is_bare = rank == self._bare
+        self._stdout.write(format_lines(None if is_bare else rank, lines, self._colour, self._on_terminal))
         self._printed += sum(bool(_ABOUT_EPOCHS.search(line.text)) for line in lines)
         self._quiet_since_s = None
 

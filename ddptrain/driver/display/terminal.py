@@ -83,12 +83,15 @@ def terminal_size(fd: int) -> tuple[int, int]:
     return columns or known.columns, rows or known.lines
 
 
-def format_lines(rank: int, lines: Sequence[LogLine], colour: bool, on_terminal: bool) -> str:
-    """Return the lines as text, each with its prefix; on a terminal without control sequences other than colours."""
-    prefix = coloured(f"[rank {rank}]", rank_style(rank) if colour else "")
+def format_lines(rank: int | None, lines: Sequence[LogLine], colour: bool, on_terminal: bool) -> str:
+    """Return the lines as text, each with the prefix of the rank, None for no prefix.
+
+    On a terminal they have no control sequences other than colours.
+    """
+    prefix = "" if rank is None else f"{coloured(f'[rank {rank}]', rank_style(rank) if colour else '')} "
     if on_terminal:
-        return "".join([f"{prefix} {harmless(line.text, colour)}\n" for line in lines])
-    return "".join([f"{prefix} {line.text}\n" for line in lines])
+        return "".join([f"{prefix}{harmless(line.text, colour)}\n" for line in lines])
+    return "".join([f"{prefix}{line.text}\n" for line in lines])
 
 
 def format_own(lines: Sequence[str], colour: bool, columns: int | None = None, style: str = "") -> str:

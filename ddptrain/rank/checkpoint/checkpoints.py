@@ -97,18 +97,24 @@ class Checkpoints:
         more: Mapping[str, Any],
         *,
         last: bool,
-    ) -> tuple[bool, bool]:
-        """Save a checkpoint if one is due. Return whether it was due, and whether all ranks end with this call."""
+    ) -> tuple[bool, bool, bool]:
+        """Save a checkpoint if one is due.
+
+        Return whether it was due, whether all ranks end with this call, and whether training ends early after it.
+        """
         self._compare(step)
         self._raise_error()
-        due, ends = self._agreement.call(step, epoch, last=last)
+        values, epoch = numbers(metrics), optional("epoch", epoch)
+        if (patience := self._agreement.patience) is not None and self._spec.rank == 0:
+            patience.add("checkpoint", values, step, epoch)
+        due, ends, early = self._agreement.call(step, epoch, last=last)
         due = due or self._waits
         self._waits = due and not last and not self._gradients.is_whole
         if not due or self._waits:
-            return False, False
+            return False, False, False
         began, rank, number = time.monotonic(), self._spec.rank, self._count + 1
-        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": numbers(metrics)}
-        encoded, epoch, gradients = plain_bytes(own), optional("epoch", epoch), self._gradients.state()
+        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": values}
+        encoded, gradients = plain_bytes(own), self._gradients.state()
         self._count, self._agreement.has_saved = number, True
         if rank != 0 and not is_sharded(model):
             self._agreement.give_state(number, b"\n" + encoded)
@@ -118,6 +124,8 @@ class Checkpoints:
             state |= {"world_size": self._spec.placement.world_size, "loaders": self._loaders.state()}
             if gradients is not None:
                 state["gradients"] = gradients
+            if patience is not None:
+                state["patience"] = patience.state()
             copied = self._buffers.take(model, optimizer, state if rank == 0 else {})
             to_write = _Save(number, step, epoch, self._artifacts.new_staging("checkpoint"), copied, encoded)
             self._thread = threading.Thread(target=self._run, args=(to_write,), name="ddptrain-saver", daemon=True)
@@ -127,7 +135,7 @@ class Checkpoints:
             self.wait()
         if rank == 0:
             self._emitter.timed("checkpoint", time.monotonic() - began)
-        return True, ends and not last
+        return True, ends and not last, early
 
     def wait(self, deadline_s: float | None = None) -> bool:
         """Wait until no checkpoint is being written; return False after `deadline_s` seconds.
@@ -252,6 +260,8 @@ class Checkpoints:
             files.reseed_random(ranks[0]["random"], self._spec.rank)
         self._loaders.restore(state.get("loaders") or [], int(epoch or 0) + 1)
         self._gradients.restore(state.get("gradients"))
+        if self._agreement.patience is not None:
+            self._agreement.patience.restore(state.get("patience"))
         self._agreement.step, self._has_resumed = step, True
         self._note(f"continues from step {step}{'' if epoch is None else f', epoch {epoch:g}'}")
         return Resumed(step, epoch, data, own["rank_state"] if own else None, len(ranks) or world_size)

@@ -38,7 +38,7 @@ def run_table_html(view: Run) -> str:
 def _rows(view: Run) -> Iterator[tuple[str, str]]:
     record = view.record
     yield "run", view.run_id
-    code = "" if record.exit_code is None or view.is_running else f" (exit code {record.exit_code})"
+    code = "" if record.exit_code is None or view.goes_on else f" (exit code {record.exit_code})"
     yield "status", f"{view.status_text}{code}"
     yield "duration", duration(view.duration_s)
     if record.world_size:

@@ -37,7 +37,7 @@ def follow_logs(
     Raises RunNotFound if the run has ended and has no log of that rank.
     """
     look = view.follow("logs/rank-*.log" if rank is None else f"logs/rank-{rank}.log")
-    return _logs(look, rank, lines, lambda run: run.is_running, wait)
+    return _logs(look, rank, lines, lambda run: run.goes_on, wait)
 
 
 def _logs(

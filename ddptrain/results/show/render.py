@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ddptrain.results.run import Run, time_text
 from ddptrain.results.run_record import (
     AttemptRecord,
     FailureRecord,
+    JobRecord,
     ProgressRecord,
     RankRecord,
     RunRecord,
@@ -28,8 +30,10 @@ from ddptrain.text_tables import Section, clean, clean_line, columns_of, duratio
 if TYPE_CHECKING:
     from rich.console import Console
 
+_MARKS = ("JOB", "TAGS", "NOTE")  # columns that are shown if a run has one
 HEADER = ("RUN", "STATUS", "STARTED (UTC)", "DURATION", "RANKS", "RESULT")
 _STATUS_STYLE = {
+    RunStatus.QUEUED: "cyan",
     RunStatus.RUNNING: "cyan",
     RunStatus.WAITING: "cyan",
     RunStatus.SUCCEEDED: "green",
@@ -50,17 +54,24 @@ _TRACE = re.compile(r"profile/steps-(\d{1,18})-(\d{1,18})/rank-\d{1,9}\.pt\.trac
 
 
 def run_table(runs: Sequence[RunFields], extra: Sequence[str] = ()) -> list[tuple[str, ...]]:
-    """Return the table of runs with its header: HEADER, `extra` fields, and tags and notes if there are any."""
-    marks = [(" ".join(run.view.annotations.tags), _short(run.view.annotations.note)) for run in runs]
-    has_tags, has_notes = (any(mark[column] for mark in marks) for column in (0, 1))
+    """Return the table of runs with its header: HEADER, `extra` fields, and jobs, tags and notes if there are any."""
+    marks = [_marks(run.view) for run in runs]
+    shown = [any(mark[column] for mark in marks) for column in range(len(_MARKS))]
 
-    def row(main: Sequence[str], more: Sequence[str], tags: str, note: str) -> tuple[str, ...]:
-        return (*main[:-1], *more, *([tags] if has_tags else []), main[-1], *([note] if has_notes else []))
+    def row(main: Sequence[str], more: Sequence[str], mark: Sequence[str]) -> tuple[str, ...]:
+        *before, note = ([text] if is_shown else [] for text, is_shown in zip(mark, shown, strict=True))
+        return (*main[:-1], *more, *chain(*before), main[-1], *note)
 
-    found = [row(HEADER, header(extra), "TAGS", "NOTE")]
+    found = [row(HEADER, header(extra), _MARKS)]
     for run, main, mark in zip(runs, rows(run.view for run in runs), marks, strict=True):
-        found.append(row(main, cells(run, extra), *map(clean_line, mark)))
+        found.append(row(main, cells(run, extra), [clean_line(text) for text in mark]))
     return found
+
+
+def _marks(view: Run) -> tuple[str, str, str]:
+    annotations = view.annotations
+    jobs = ", ".join(f"{job.id} ({job.starts} starts)" if job.starts > 1 else job.id for job in view.record.jobs)
+    return jobs, " ".join(annotations.tags), _short(annotations.note)
 
 
 def rows(views: Iterable[Run]) -> list[tuple[str, ...]]:
@@ -80,9 +91,14 @@ def _result(view: Run) -> str:
     record = view.record
     if view.problem:
         return _short(view.problem.replace(str(view.run_json), view.run_json.name))
+    if view.status == RunStatus.QUEUED and record.jobs:
+        job = record.jobs[-1]
+        return _short(f"{job.description} is {job.state}" if job.state else job.description)
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         return _short(rank + record.failure.summary)
+    if view.is_running and record.queued is not None:
+        return record.queued.description
     if view.is_running and record.progress is not None and record.progress.share:
         return ", ".join(filter(None, (record.progress.share, _eta(record.progress), *_loss(record))))
     if record.best is not None:
@@ -139,6 +155,7 @@ def sections(view: Run) -> list[Section]:
         ("duration", _duration(view)),
         ("ranks", str(record.world_size or "")),
         ("driver", record.driver.description if record.driver.host else ""),
+        ("jobs", "\n".join(filter(None, map(_job, record.jobs)))),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
         ("progress", _progress(view)),
         ("driver's output", _path_of(view, view.driver_log)),
@@ -181,6 +198,11 @@ def event_sections(path: Path, last_bytes: int = LAST_BYTES) -> list[Section]:
             event = events.decode(json.dumps(fields, separators=(",", ":")).encode())
             found[event.section].append((f"rank {line.get('rank')}", event.shown()[0]))
     return [(section, list(dict.fromkeys(lines))[-_MOST_MESSAGES:]) for section, lines in found.items()]
+
+
+def _job(job: JobRecord) -> str:
+    starts = f"{counted(job.starts, 'start')} of the driver" if job.starts else ""
+    return ", ".join(filter(None, (job.description, job.state, starts)))
 
 
 def _git(view: Run) -> str:

@@ -81,8 +81,9 @@ def train(ctx: RankContext, **params: Any) -> None:
     def report() -> None:
         ctx.progress(round(batches.position * rows), settings.epochs * rows, unit="images")
 
+    epoch = 0
     for epoch in ctx.epochs(settings.epochs):
-        is_last = epoch == settings.epochs
+        pictures.begin_epoch()
         sums = torch.zeros(3, dtype=torch.float64, device=ctx.device)  # loss, right answers, images of this rank
         began, first = time.perf_counter(), batches.position
         for number, batch in enumerate(batches):
@@ -102,8 +103,7 @@ def train(ctx: RankContext, **params: Any) -> None:
                 if settings.scheduler != "plateau":
                     schedule.step()
                 pictures.example(batch, logits, step, every=steps_per_epoch)
-            if is_last:
-                pictures.trained(number, batch, logits)
+            pictures.trained(number, batch, logits)
             report()
             if batches.remaining:  # the checkpoint of a whole epoch has the validation
                 ctx.checkpoint(step=step, epoch=batches.position, **state)
@@ -114,19 +114,19 @@ def train(ctx: RankContext, **params: Any) -> None:
         if held_out is not None:
             with ctx.timed("evaluation"):
                 share_buffers(model)
-                metrics |= validate(model, inputs, held_out, bad, pictures if is_last else None, report)
+                metrics |= validate(model, inputs, held_out, bad, pictures, report)
         bad.check(ctx.device)
         if settings.scheduler == "plateau":
             schedule.step(metrics.get("val/loss", metrics["train/loss"]))
-        if is_last:
-            pictures.save(step, has_validated=held_out is not None)
         if ctx.rank == 0:
             logged = {name: value for name, value in metrics.items() if name != "train/loss"}  # each step has that
             whole = {"samples": epoch * len(images.train), "samples_per_s": speed}  # of all ranks
             ctx.log({**logged, **whole}, step=step, epoch=epoch)
         text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         ctx.say(f"epoch {epoch}/{settings.epochs}: {text}, {speed:,.0f} images/s")
-        ctx.checkpoint(step=step, epoch=epoch, metrics=metrics, last=is_last, **state)
+        ctx.checkpoint(step=step, epoch=epoch, metrics=metrics, last=epoch == settings.epochs, **state)
+    if epoch:  # the last one, which stop_early may have chosen
+        pictures.save(step, has_validated=held_out is not None)
 
 
 # --8<-- [end:train]
@@ -251,6 +251,10 @@ class Pictures:
         self._ctx, self._keys = ctx, keys
         self._classes, self._names = model_config["classes"], answer_names(model_config)
         self._outputs, self._side = model_config["outputs"], min(_THUMBNAIL, model_config["image_size"])
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Forget the images of the epoch before: any epoch may be the last."""
         self._trained: list[Answer] = []
         self._mistakes: list[Answer] = []
         self._csv = io.StringIO(newline="")

@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 
 from ddptrain.clusters.backends import kubernetes, slurm
+from ddptrain.clusters.provider import DriverJob
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import make_tls
 from ddptrain.config.sections.clusters import ClusterConfig, KubernetesSettings, SlurmSettings
@@ -68,9 +69,24 @@ def test_batch_script_has_the_settings_and_the_users_directives_last() -> None:
         directives=["--mem=64G", "#SBATCH --cpus-per-task=32"],
         setup=["module load x"],
     )
-    cluster = ClusterRecord(name="dev", config=ClusterConfig(backend="slurm", slurm=settings))
-    lines = slurm.script(cluster, "job-name", 2, 4).splitlines()
+    config = ClusterConfig(backend="slurm", slurm=settings)
+    lines = slurm.batch_script(config, 2, 4, {"requeue": ""}, ["one command"]).splitlines()
     stated = [line for line in lines if line.startswith("#SBATCH")]
     assert lines[0] == "#!/bin/bash" and '#SBATCH --partition="gpu long"' in stated and "#SBATCH --nodes=2" in stated
     assert stated[-2:] == ["#SBATCH --mem=64G", "#SBATCH --cpus-per-task=32"]
-    assert lines.index("module load x") < next(i for i, line in enumerate(lines) if "scheduler_process" in line)
+    assert "#SBATCH --requeue" in stated and lines[-1] == "one command"
+
+
+def test_job_of_a_driver_follows_the_published_schemas() -> None:
+    volumes = [{"name": "runs", "mountPath": "/runs", "persistentVolumeClaim": {"claimName": "runs"}}]
+    settings = KubernetesSettings(image="image", volumes=volumes, pod={"serviceAccountName": "ml"})
+    driver = DriverJob(
+        "lines", "lines-1", Path("/runs/lines-1"), ["train", "x.yaml"], ["--run-id", "lines-1"], {"a": 1}
+    )
+    job, secret = kubernetes.driver_manifests(settings, driver, "lines-1-ab", "kubernetes c/n/lines-1-ab lines-1")
+    for each in (job, secret):
+        kubernetes_validate.validate(each, "1.33", strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["args"][-4:] == ["train", "--run-id", "lines-1", "/run/ddptrain/train.yaml"]
+    assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"] and pod["serviceAccountName"] == "ml"

@@ -92,3 +92,35 @@ def test_ranks_that_may_exist_are_accepted(tmp_path: Path, ranks: object) -> Non
     data = {"workload": "petnames", "cluster": {"ranks": ranks}, "profile": {"steps": [10, 13], "ranks": [7]}}
     profile = load_mapping(data, tmp_path).config.profile
     assert profile is not None and profile.spec == StepProfile(10, 13, (7,))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "early", "expected"),
+    [
+        ({}, {}, ("val/loss", "min")),
+        ({"metric": "val/accuracy"}, {}, ("val/accuracy", "max")),
+        ({"metric": "val/error", "mode": "max"}, {}, ("val/error", "max")),
+        ({"metric": "val/error", "mode": "max"}, {"metric": "val/loss"}, ("val/loss", "min")),
+        ({}, {"metric": "valid_f1"}, ("valid_f1", "max")),
+        ({}, {"metric": "val/f1", "mode": "min"}, ("val/f1", "min")),
+        ({"metric": None}, {"metric": "mapping_error"}, ("mapping_error", "min")),
+    ],
+)
+def test_stop_early_follows_the_metric_of_checkpoints(
+    checkpoint: dict[str, Any], early: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    config = RunConfig.model_validate(
+        {"workload": "petnames", "checkpoint": checkpoint, "stop_early": {"patience": 3, **early}}
+    )
+    assert config.stop_early is not None
+    assert (config.stop_early.metric, config.stop_early.mode) == expected
+
+
+@pytest.mark.parametrize(
+    "early", [{}, {"patience": 0}, {"patience": 1, "min_delta": -1.0}, {"patience": 1, "metric": 3}]
+)
+def test_stop_early_that_is_impossible_is_refused(early: Any) -> None:
+    with pytest.raises(ValidationError):
+        RunConfig(workload="petnames", stop_early=early)
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate({"workload": "w:f", "checkpoint": {"metric": None}, "stop_early": {"patience": 2}})

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
+from ddptrain.clusters import machine_slots as local_resources
 from ddptrain.clusters import record as records
+from ddptrain.clusters.machine_slots import LocalResources
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.driver import cluster_session as local_resources
-from ddptrain.driver.cluster_session import LocalResources
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import HostId
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddptrain.driver.fault import Fault, FaultKind
-from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
+from ddptrain.driver.recorder import LossSpikes, Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import AttemptRecord, RankRecord
@@ -103,3 +105,28 @@ def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_th
 )
 def test_a_resume_names_versions_that_are_others(before: dict[str, str], now: dict[str, str], expected: str) -> None:
     assert other_versions(before, now) == expected
+
+
+def spikes(values: Sequence[float]) -> list[int]:
+    watch, found = LossSpikes(), []
+    for step, value in enumerate(values):
+        if (spike := watch.add(events.Metrics(1, {"train/loss": value}, step))) is not None:
+            found.append(spike.step or 0)
+    return found
+
+
+def test_loss_that_falls_or_is_noisy_has_no_spikes() -> None:
+    draw = random.Random(0)
+    falling = [5.0 / (1 + step) ** 0.5 for step in range(400)]
+    noisy = [draw.gauss(2.0, 0.5) for _ in range(2_000)]
+    skewed = [draw.expovariate(1.0) for _ in range(300)]
+    assert spikes(falling) == spikes(noisy) == spikes(skewed) == []
+    assert spikes([math.nan] * 200) == []
+
+
+def test_jump_of_the_loss_is_a_spike_once_and_three_times_at_most() -> None:
+    flat = [2.0 + 0.01 * (step % 5) for step in range(1_000)]
+    for step in (20, 100, 102, 400, 600, 800):  # the first is before the window has enough values
+        flat[step] = 4.0
+    assert spikes(flat) == [100, 400, 600]
+    assert spikes([value + 1.0 if step > 500 else value for step, value in enumerate([1.0] * 1_000)]) == [501]

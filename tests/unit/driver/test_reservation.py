@@ -15,6 +15,7 @@ from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks, reque
 from ddptrain.errors import ClusterError
 from tests.support.fake_time import Clock
 
+SINCE = 3660.0
 WISH = SlotRequest(4, False, start_timeout_s=20.0, wait_s=60.0)
 
 
@@ -27,11 +28,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def waiting(wish: SlotRequest = WISH, *, fault: str | None = None, cluster: str = "") -> tuple[SlotQueue, list[str]]:
     shown: list[str] = []
-    return SlotQueue(wish, WaitHooks(shown.append, None, lambda: fault, lambda: "Traceback", cluster)), shown
+    return SlotQueue(
+        wish, WaitHooks(shown.append, worker_fault=lambda: fault, last_words=lambda: "Traceback", cluster=cluster)
+    ), shown
 
 
 def refusal(free: int, total: int) -> Refusal:
-    return Refusal(4, free, total, holders=("r-9",), hosts={"h0": total}, place=1, of_any_kind=total)
+    return Refusal(4, free, total, holders=(("r-9", 3, SINCE),), hosts={"h0": total}, place=1, of_any_kind=total)
 
 
 def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -> None:
@@ -39,7 +42,9 @@ def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -
     assert queue.wait(refusal(1, 4)) == 4
     clock.now = 1059.9
     queue.wait(refusal(1, 4))
-    assert shown == ["waiting for 4 slots, 1 of 4 are free: number 1 in line, held by r-9"]
+    assert shown == [
+        "waiting for 4 slots, 1 of 4 are free: number 1 in line, held by r-9 (3 slots since 01 Jan 01:01 UTC)"
+    ]
     clock.now = 1060.0
     with pytest.raises(ClusterError, match=r"4 slots are needed, but 1 of 4 are free after 60 s, held by r-9"):
         queue.wait(refusal(1, 4))
@@ -139,7 +144,7 @@ def test_range_of_ranks_that_does_not_wait_ends_when_its_offer_is_refused(clock:
         ({"gpus": 1}, None, SlotRequest(1, True, 20.0, 60.0)),
         ({"gpus": 0}, None, SlotRequest(None, False, 20.0, 60.0)),
         ({"ranks": 3, "gpus": 4}, None, SlotRequest(3, True, 20.0, 60.0)),
-        ({"ranks": {"min": 2, "max": 4}}, None, SlotRequest(4, False, 20.0, 60.0, 2, 7.0)),
+        ({"ranks": {"min": 2, "max": 4}}, None, SlotRequest(4, False, 20.0, 60.0, 0, 2, 7.0)),
     ],
 )
 def test_slots_are_requested_as_the_configuration_says(
@@ -178,11 +183,12 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
         ),
         (
             replace(WISH, wait_s=0.0),
-            Refusal(2, 2, 4, 0, ("r-8", "r-9"), {}, 4),
+            Refusal(2, 2, 4, 0, (("r-8", 1, SINCE), ("r-9", 1, SINCE)), {}, 4),
             "",
             (
-                "2 slots are needed, but 2 of 4 are free after 0 s, held by r-8, r-9, and others wait for them. "
-                "Wait in line with cluster.wait_s, or ask for fewer with --ranks"
+                "2 slots are needed, but 2 of 4 are free after 0 s, held by r-8 (1 slot since 01 Jan 01:01 UTC), "
+                "r-9 (1 slot since 01 Jan 01:01 UTC), and others wait for them. "
+                "Wait in line with --wait (cluster.wait_s), or ask for fewer with --ranks"
             ),
         ),
     ],

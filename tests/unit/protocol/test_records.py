@@ -84,9 +84,16 @@ def test_field_of_another_version_is_named(change: Callable[[dict[str, Any]], No
 @given(st.text())
 def test_any_text_is_a_command_or_refused(text: str) -> None:
     try:
-        assert commands.decode(text) == text
+        assert commands.decode(text) == (text, None)
     except CommandError:
         assert text not in ("preempt", "stacks", "stop")
+
+
+def test_input_carries_a_text() -> None:
+    assert commands.decode('input "p x\\n"') == (commands.Command.INPUT, "p x\n")
+    for wrong in ("input", "input 1", "input x", 'stop "x"', "stop ", 'noticed "x"', "input " + "[" * 100_000):
+        with pytest.raises(CommandError):
+            commands.decode(wrong)
 
 
 # --- What torch elastic's record() writes down is read as a failure, once; what is odd is told as it stands ---

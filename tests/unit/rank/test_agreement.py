@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddptrain.rank.agreement import Agreement
+from ddptrain.rank.agreement import Agreement, Patience
 from tests.unit.rank.ranks import Gang
 from tests.unit.specs import make_spec
 
@@ -144,3 +146,54 @@ def test_keys_of_another_attempt_are_not_seen(worker_group: Gang) -> None:
 def test_rank_that_does_not_call_a_method_is_named(worker_group: Gang) -> None:
     with pytest.raises(RuntimeError, match=r"ctx.resume: not called by rank 1 within 1 s; all ranks must call it"):
         Agreement(worker_group.spec(0, 2, timeout_s=1.0)).meet("resume")
+
+
+# --- stop_early ---
+
+
+def patience(*, mode: str = "min", min_delta: float = 0.0, after: int = 2) -> Patience:
+    settings: Any = SimpleNamespace(metric="score", mode=mode, min_delta=min_delta, patience=after)
+    return Patience(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "ends_at"),
+    [
+        ({}, [3.0, 2.0, 2.0, 2.0, 1.0], 4),
+        ({}, [3.0, 2.0, 2.5, 1.0, 1.5, 1.0], 6),
+        ({"mode": "max"}, [1.0, 2.0, 1.0, 3.0, 3.0, 2.0], 6),
+        ({"min_delta": 0.5}, [3.0, 2.6, 2.4, 2.0, 1.9, 1.8], 5),
+        ({}, [math.nan, math.nan, 1.0], 2),
+        ({"after": 9}, [1.0] * 9, None),
+    ],
+)
+def test_patience_counts_values_that_are_no_improvement(
+    settings: dict[str, Any], values: list[float], ends_at: int | None
+) -> None:
+    counted = patience(**settings)
+    ended = None
+    for number, value in enumerate(values, start=1):
+        counted.add("log", {"score": value, "other": 0.0}, number, None)
+        ended = ended or (number if counted.is_over else None)
+    assert ended == ends_at
+
+
+def test_value_that_is_logged_and_given_to_a_checkpoint_counts_once() -> None:
+    logged_first, saved_first = patience(after=3), patience(after=3)
+    for step in range(3):
+        for counted, sources in ((logged_first, ("log", "checkpoint")), (saved_first, ("checkpoint", "log"))):
+            for source in sources:
+                counted.add(source, {"score": 1.0}, step, None)
+    assert (logged_first.waited, saved_first.waited) == (2, 2)
+
+
+def test_patience_goes_on_from_a_checkpoint_of_the_same_metric() -> None:
+    before, after, other = patience(), patience(), patience()
+    for value in (2.0, 3.0):
+        before.add("log", {"score": value}, 7, 1.0)
+    after.restore(before.state())
+    other.restore({**before.state(), "metric": "another"})
+    assert (after.best, after.step, after.waited) == (2.0, 7, 1)
+    assert other.best is None
+    after.add("log", {"score": 2.5}, 8, 2.0)
+    assert after.is_over

@@ -48,7 +48,7 @@ def server() -> FakeServer:
 
 def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
     host = RankHost(
-        cast(RankServerClient, server), lambda: cast(RankServerClient, FakeServer()), {}, gpus, folder / "scratch"
+        cast(RankServerClient, server), lambda _: cast(RankServerClient, FakeServer()), {}, gpus, folder / "scratch"
     )
     tasks = {"r": SimpleNamespace(state="executing")}
     host.setup(cast(Worker, SimpleNamespace(name="w-1", state=SimpleNamespace(tasks=tasks))))
@@ -143,7 +143,7 @@ class Stage:
         worker.log_event = self._take
         self.worker = cast(Worker, worker)
         client = cast(RankServerClient, server)
-        self.host = RankHost(client, lambda: client, {}, gpus, folder / "scratch")
+        self.host = RankHost(client, lambda _: client, {}, gpus, folder / "scratch")
         self.host.setup(self.worker)
 
     def _take(self, topic: str, message: dict[str, Any]) -> None:

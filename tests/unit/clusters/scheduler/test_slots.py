@@ -40,7 +40,9 @@ def test_second_gang_is_told_who_holds_the_slots() -> None:
     there = scheduler(a=2)
     ask(there, "r1", 2)
     refusal = ask(there, "r2", 1)["refusal"]
-    assert (refusal["free"], refusal["total"], refusal["holders"], refusal["place"]) == (0, 2, ("r1",), 0)
+    assert (refusal["free"], refusal["total"], refusal["place"]) == (0, 2, 0)
+    ((run, count, since),) = refusal["holders"]
+    assert (run, count) == ("r1", 2) and abs(time.time() - since) < 60.0
 
 
 def test_run_that_requests_more_slots_is_not_named_as_their_holder() -> None:
@@ -48,7 +50,7 @@ def test_run_that_requests_more_slots_is_not_named_as_their_holder() -> None:
     ask(there, "r1", 2)
     ask(there, "r2", 1)
     refusal = ask(there, "r1", 3)["refusal"]
-    assert (refusal["free"], refusal["holders"]) == (2, ("r2",))
+    assert (refusal["free"], [run for run, *_ in refusal["holders"]]) == (2, ["r2"])
 
 
 def test_gang_stays_on_one_host_where_it_fits() -> None:
@@ -90,6 +92,26 @@ def test_line_is_served_in_order() -> None:
     assert "refusal" in ask(there, "r3", 1, in_line=True)  # r2 comes first, and r3 waits for it
     assert "slots" in ask(there, "r2", 1, in_line=True)
     assert "slots" in ask(there, "r3", 1, in_line=True)
+
+
+def test_higher_priority_is_served_first_and_nobody_passes_the_first() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 2)
+    ask(there, "low", 1, in_line=True)
+    ask(there, "large", 2, in_line=True, priority=5)
+    assert ask(there, "small", 1, in_line=True, priority=5)["refusal"]["place"] == 2
+    assert ask(there, "low", 1, in_line=True)["refusal"]["place"] == 3
+    assert [(each["run_id"], each["priority"]) for each in slots.overview(there)["waiting"]] == [
+        ("large", 5),
+        ("small", 5),
+        ("low", 0),
+    ]
+    slots.release("r1", there)
+    ask(there, "urgent", 1, priority=9)  # it does not wait, and passes those of lower priority
+    assert ask(there, "small", 1, in_line=True, priority=5)["refusal"]["free"] == 1, "large waits for it, too"
+    assert "refusal" in ask(there, "low", 1)
+    slots.release("urgent", there)
+    assert "slots" in ask(there, "large", 2, in_line=True, priority=5)
 
 
 def test_who_does_not_wait_does_not_pass_those_who_do() -> None:
@@ -264,7 +286,7 @@ def test_overview_tells_who_holds_what_and_who_waits() -> None:
         ("tcp://a", 2, 2, True),
         ("tcp://b", 1, 0, None),
     ]
-    assert seen["runs"] == [{"run_id": "r1", "slots": 2, "hosts": ["a"]}]
+    assert [(each["run_id"], each["slots"], each["hosts"]) for each in seen["runs"]] == [("r1", 2, ["a"])]
     assert [(each["run_id"], each["asked"]) for each in seen["waiting"]] == [("r2", 2)]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.config.load import load_config
-from ddptrain.config.sections.retraining import duration_s
+from ddptrain.config.types import duration_s
 from ddptrain.errors import ConfigError
 
 BASE = "workload: petnames\n"

@@ -35,7 +35,7 @@ class Followed(Run):
         return lambda: self
 
     @property
-    def is_running(self) -> bool:
+    def goes_on(self) -> bool:
         return bool(self.left)
 
 
