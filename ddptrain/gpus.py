@@ -56,7 +56,6 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _gpu_count() -> tuple[int, str]:
-    """Return how many GPUs NVML finds, and why it failed, or ""."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")  # first, because the import of pynvml takes 0.1 s
         import pynvml

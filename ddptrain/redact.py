@@ -71,7 +71,6 @@ def known_secrets(*values: Any) -> list[str]:
 
 
 def _changed(value: Any, hidden: Any) -> Iterator[str]:
-    """Yield the texts of `value` that hide_secrets() changed in `hidden`."""
     if isinstance(value, Mapping | list | tuple):
         for key in value if isinstance(value, Mapping) else range(len(value)):
             yield from _changed(value[key], hidden[key])

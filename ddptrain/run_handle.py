@@ -211,7 +211,6 @@ class Run:
         return is_active(self._view())
 
     def _raise(self) -> None:
-        """Raise the error of a run that did not succeed."""
         from ddptrain.results.run_record import root_cause
 
         record = self._view().record

@@ -63,14 +63,14 @@ ClusterOption = Annotated[
     typer.Option(
         metavar="NAME",
         autocompletion=complete.clusters,
-        help="A cluster that is up: its name, its scheduler's address, or a scheduler file.",
+        help="A cluster that is up: its name, address or scheduler file.",
     ),
 ]
 WaitOption = Annotated[
     str | None,
     typer.Option(
         metavar="TIME",
-        help="Wait for slots that other runs hold, on a cluster or this machine, as 2h or 90m (cluster.wait_s).",
+        help="Wait for slots that others hold, as 2h (cluster.wait_s).",
     ),
 ]
 RunsDirOption = Annotated[
@@ -112,12 +112,8 @@ AllowChangesOption = Annotated[
         help="Resume although workload or parameters have changed.",
     ),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check configuration and cluster; print what would run, start nothing.")
-]
-DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
-]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check configuration and cluster, and start nothing.")]
+DetachOption = Annotated[bool, typer.Option("--detach", help="Return when the run has begun; it continues.")]
 SubmitOption = Annotated[
     bool,
     typer.Option(
@@ -155,8 +151,7 @@ DebugOption = Annotated[
     typer.Option(
         "--debug",
         metavar=OPTIONAL_NUMBER,
-        min=0,
-        help="Connect this terminal to pdb in a rank, by default 0, at breakpoint() or an exception; the others wait.",
+        help="Debug a rank with pdb in this terminal; by default 0.",
     ),
 ]
 ListenOption = Annotated[
@@ -164,7 +159,7 @@ ListenOption = Annotated[
     typer.Option(
         metavar="[HOST:]PORT",
         rich_help_panel=MORE,
-        help="With --debug: let an editor connect to debugpy in the rank, on 127.0.0.1 of its host.",
+        help="With --debug: an editor connects there (debugpy).",
     ),
 ]
 ReadyOption = Annotated[bool, typer.Option("--ready", hidden=True)]
@@ -224,6 +219,8 @@ def debug_rank(rank: int | None, listen: str | None, output: str, *, detach: boo
     from ddptrain.driver.control.debugger import check_input
     from ddptrain.protocol.rank_spec import Debug
 
+    if rank is not None and rank < 0:
+        raise UsageError(f"--debug {rank}: expected the number of a rank, from 0")
     if listen is not None:
         host, _, port = listen.rpartition(":")
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -20,21 +20,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain.clusters.security import write_private, write_private_json
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append, text_or_empty
 from ddptrain.host_identity import HostId, this_host
 from ddptrain.version import __version__
-
-if TYPE_CHECKING:
-    from ddptrain.clusters.record import Part
 
 FOLDER, PYTHON, ADDRESS = "{folder}", "{python}", "{address}"
 _HOST_FILE = "host.json"
@@ -127,14 +124,6 @@ def running(folder: str) -> set[int]:
             if is_there and str(path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 leaders[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return {pid for pid, parent in leaders.items() if parent not in leaders}  # children end with their parent
-
-
-def ended(parts: Iterable[Part]) -> str | None:
-    """Return which of these parts was a process of this host that has ended; None if all run. Raises ClusterError."""
-    known = [part for part in parts if part.pid is not None]
-    alive = {folder: running(folder) for folder in {part.id for part in known}}
-    gone = (f"the {part.name} (pid {part.pid}) has ended" for part in known if part.pid not in alive[part.id])
-    return next(gone, None)
 
 
 def end(folder: str, grace_s: float = _END_S) -> None:

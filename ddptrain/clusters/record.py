@@ -9,14 +9,14 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddptrain.clusters.processes import Relation, is_loopback, relation, where_to_run
+from ddptrain.clusters.processes import Relation, is_loopback, relation, running, where_to_run
 from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.types import NAME_PATTERN
@@ -53,6 +53,14 @@ class Part(BaseModel):
     def name(self) -> str:
         """The name for messages and logs: scheduler, worker node-1."""
         return f"{self.role} {self.host}" if self.host and self.role != "scheduler" else self.role
+
+
+def ended(parts: Iterable[Part]) -> str | None:
+    """Return which of these parts was a process of this host that has ended; None if all run. Raises ClusterError."""
+    known = [part for part in parts if part.pid is not None]
+    alive = {folder: running(folder) for folder in {part.id for part in known}}
+    gone = (f"the {part.name} (pid {part.pid}) has ended" for part in known if part.pid not in alive[part.id])
+    return next(gone, None)
 
 
 class ClusterRecord(BaseModel):

@@ -394,7 +394,6 @@ class Attempt:
             rank.finished = False
 
     def _record_end(self, rank: Rank) -> None:
-        """Record that a rank's process has ended, or is lost."""
         self.running -= 1
         if rank is self.debugged:
             self.debug_until = 0.0

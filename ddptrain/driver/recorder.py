@@ -188,7 +188,6 @@ class Recorder:
                 self.event("tracker_failed", rank=rank, **_fields(event))
 
     def _check_metric(self, saved: events.CheckpointSaved) -> None:
-        """Warn once if a checkpoint lacks the metric that decides which one is best."""
         problem = metric_problem(self._metric, saved, self._logged)
         if problem:
             self.warn(problem)

@@ -251,7 +251,6 @@ class Run:
         return int(run_end.exit_code)
 
     def _train(self) -> RunEnd:
-        """Start or join the cluster; run the attempts on it."""
         shared, plan = self.options.shared, self.options.evaluation
         with ExitStack() as stack:
             if shared is None:
@@ -452,7 +451,6 @@ class Run:
     def _attempt(
         self, specs: Sequence[RankSpec], places: Sequence[RankPlace], workers: Workers, policy: CheckpointPolicy
     ) -> AttemptEnd:
-        """Start the ranks, and watch them until all have ended."""
         from ddptrain.driver.attempt import Attempt, AttemptLoop, now
         from ddptrain.driver.output import RankOutput
         from ddptrain.driver.ranks import Rank

@@ -288,7 +288,6 @@ class RankLifecycle:
         self._report_finished()
 
     def _report_result(self, value: Any) -> None:
-        """Report what rank 0's function has returned, if it can be stored as JSON."""
         if self.spec.rank != 0 or value is None or self.agreement.ends_early:
             return
         try:

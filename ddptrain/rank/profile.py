@@ -118,7 +118,6 @@ class StepProfiler:
             self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
 
     def _end(self, wanted: StepProfile, reason: str, level: str = "warning") -> None:
-        """End a profile that has recorded nothing."""
         self._wanted = self._profile = None
         if self._rank == wanted.speaker:
             self._note(f"{wanted} were not recorded: {reason}", level)

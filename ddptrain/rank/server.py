@@ -148,7 +148,6 @@ class RankServer:
                 self._stop(child, request["grace_s"])
 
     def _send_command(self, child: Child, command: str) -> None:
-        """Send a command to a rank, if it is running and reads commands."""
         if child.commands_fd is not None:
             with contextlib.suppress(OSError):
                 os.write(child.commands_fd, f"{command}\n".encode())
@@ -273,7 +272,6 @@ class RankServer:
                 child.kill_at = now + 1.0
 
     def _timeout_s(self) -> float | None:
-        """Return the seconds until the next deadline; None if there is none."""
         times = [child.kill_at if child.pid else child.deadline for child in self.children.values()]
         return max(0.0, min(known) - time.monotonic()) if (known := [at for at in times if at is not None]) else None
 

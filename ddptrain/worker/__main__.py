@@ -147,7 +147,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace, process: _Process, *, owned: bool) -> None:
-    """Join the scheduler, once it is known, and run ranks until the end."""
     if options.gpus == "auto":
         gpus = visible_gpus(os.environ)
     else:

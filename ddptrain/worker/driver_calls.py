@@ -98,15 +98,9 @@ async def holds_file(path: str, text: str) -> bool:
 
 async def write_spool(run_id: str, path: str, offset: int, data: bytes, dask_worker: Worker) -> str:
     """Write into the file `path` below the run's scratch folder; return its absolute path."""
-    return await asyncio.to_thread(_write, rank_host(dask_worker, run_id).scratch / run_id / path, offset, data)
-
-
-def _write(path: Path, offset: int, data: bytes) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with path.open("r+b" if offset else "wb") as file:
-        file.seek(offset)
-        file.write(data)
-    return str(path)
+    return await asyncio.to_thread(
+        spool.write_chunk, rank_host(dask_worker, run_id).scratch / run_id / path, offset, data
+    )
 
 
 async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker) -> None:

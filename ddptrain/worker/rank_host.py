@@ -341,7 +341,6 @@ class RunPlugin(WorkerPlugin):
 
 
 def _foreign_hosts(worker: Worker) -> list[RankHost]:
-    """Return the rank host of each run on a foreign worker."""
     plugins = [plugin for plugin in list(worker.plugins.values()) if isinstance(plugin, RunPlugin)]
     return [plugin.host for plugin in plugins if plugin.host is not None]
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import write_all
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import python_command
 from ddptrain.protocol.news import describe_status
@@ -63,7 +63,6 @@ class RankServerClient:
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
     def _start(self, env: Mapping[str, str]) -> socket.socket:
-        """Start the server's process. Return the socket to it."""
         control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end, self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
@@ -107,14 +106,16 @@ class RankServerClient:
 
         `woken` is set when the rank starts or ends. Raises RankServerLost.
         """
-        with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
-            file.write(spec_json.encode())
-            file.flush()
+        spec_fd = os.memfd_create("ddptrain-spec")  # a file without a name, because the spec may contain secrets
+        try:
+            write_all(spec_fd, spec_json.encode())
             with self._lock:
                 if self.fault is not None:
                     raise RankServerLost(self.fault)
                 self._children[rank_id] = _Child(woken)
-            self._send({"op": "fork", "id": rank_id, "slot": slot}, [file.fileno(), log_fd, events_fd])
+            self._send({"op": "fork", "id": rank_id, "slot": slot}, [spec_fd, log_fd, events_fd])
+        finally:
+            os.close(spec_fd)
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
         """Start a process that hosts a TCPStore; if it dies, stop the rank `rank_id`. Raises RankServerLost."""
@@ -179,7 +180,6 @@ class RankServerClient:
         self._control.close()
 
     def _next_report(self) -> bytes:
-        """Return the next report; empty at the end of the connection."""
         while True:
             try:
                 return self._control.recv(_MAX_REPORT_BYTES)
@@ -203,7 +203,7 @@ class RankServerClient:
             child.pid, child.how = report["pid"], report["how"]
             _wake(child)
         elif child.needed_by is None:
-            child.report = report
+            child.report = child.report or report  # the loss of the store is why the rank was stopped
             _wake(child)
         else:
             del self._children[child_id]

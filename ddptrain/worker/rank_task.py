@@ -189,7 +189,7 @@ class _Rank:
     def __init__(self, host: RankHost, spec: RankSpec, lines: list[LogLine]) -> None:
         self.host = host
         self.server = host.server_of(spec.key)  # this one until the end, even if the host replaces it
-        self.spec, self.lines = spec, lines
+        self.spec, self.key, self.lines = spec, spec.key, lines
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.gpu = host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
         self.pid: int | None = None
@@ -206,7 +206,7 @@ class _Rank:
             log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
             slot = self.host.slot_name(spec.placement.slot)
             try:
-                self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, slot, woken)
+                self.server.start_rank(self.key, spec.to_json(), log_fd, events_fd, slot, woken)
             finally:
                 os.close(log_fd)
                 os.close(events_fd)
@@ -215,7 +215,6 @@ class _Rank:
         return []
 
     def _completed(self, port: int, resources: HostResources) -> RankSpec:
-        """Return the spec with the values that the worker adds."""
         spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
         if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
@@ -240,11 +239,11 @@ class _Rank:
             return self._given_up(error)
 
     def _news(self, looks: bool) -> list[RankNews]:
-        if self.pid is None and (started := self.server.start_of(self.spec.key)) is not None:
+        if self.pid is None and (started := self.server.start_of(self.key)) is not None:
             self.pid, how = started
             self._memory, slot = MemoryWatch(self.pid), self.spec.placement.slot
             self.log("rank started", pid=self.pid, start=how, slot=slot, gpu=self.gpu, spool=self.spool.folder)
-        if (report := self.server.exit_of(self.spec.key)) is not None:
+        if (report := self.server.exit_of(self.key)) is not None:
             return self._end(report)
         return self._growth() if looks else []
 

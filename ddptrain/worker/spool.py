@@ -38,7 +38,8 @@ class RankSpool:
 
     def create(self) -> None:
         """Create the folder (mode 0700) and the empty files."""
-        self.staging.mkdir(parents=True, mode=0o700)
+        self.folder.mkdir(parents=True, mode=0o700)
+        self.staging.mkdir(mode=0o700)
         for path in (self.log, self.events):
             path.touch(mode=0o644, exist_ok=False)
 
@@ -68,3 +69,12 @@ def read_chunk(path: Path, offset: int, size_bytes: int) -> bytes:
         return os.pread(descriptor, min(size_bytes, READ_LIMIT_BYTES), offset)
     finally:
         os.close(descriptor)
+
+
+def write_chunk(path: Path, offset: int, data: bytes) -> str:
+    """Write bytes of a file from `offset`, in a folder that may be missing; return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return str(path)

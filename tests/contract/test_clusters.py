@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import Project
+from tests.support.command import wait_until
 
 
 def record_of(project: Project, name: str) -> Path:
@@ -73,10 +74,7 @@ def check_kills(project: Project, moments: list[float]) -> None:
     folder = record_of(project, "dev").parent
     for after_s in moments:
         running = project.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")
-        deadline = time.monotonic() + 60
-        while not folder.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(folder.exists)
         time.sleep(after_s)
         running.kill_group()
         project("cluster", "down", "dev", rc=0)

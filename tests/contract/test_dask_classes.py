@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.contract.conftest import Project
+from tests.support.command import wait_until
 
 CLASSES = """
 import os, time
@@ -159,8 +160,5 @@ def test_class_of_a_cloud_lives_from_up_to_down(project: Project) -> None:
     assert (view["state"], view["slots"], view["parts"][0]["id"]) == ("up", 1, "coiled.Cluster")
     assert "rank 0" in project("train", config, rc=0).stdout
     project("cluster", "down", "lab", rc=0)
-    deadline = time.monotonic() + 60
-    while processes_of(project):
-        assert time.monotonic() < deadline, processes_of(project)
-        time.sleep(0.05)
+    wait_until(lambda: not processes_of(project))
     assert listed(project) == [] and not list(project.folder.glob("ddptrain-lab.json"))

@@ -125,6 +125,7 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
 
         def train(ctx):
             go_on = True
+            time.sleep(0.5)  # the driver knows that the work has begun
             print("begins")
             while go_on:
                 time.sleep(0.05)
@@ -136,6 +137,7 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
     )
     running = terminal.running
     running.wait_for("begins")
+    running.wait_for("ddptrain: training")  # the driver knows it, too
     os.kill(running.popen.pid, 2)
     running.wait_for("(Pdb) ")
     terminal.type("up\nup\ngo_on = False\n")
@@ -146,6 +148,18 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
     terminal.type("q\n")
     assert running.finish().rc == 130
     os.close(terminal.master)
+
+
+def test_signal_ends_a_run_whose_debugger_waits(project: Project, shared_cluster: str) -> None:
+    inside, outside = os.pipe()  # stays open
+    command = "train", project.function(SLOW), "--debug", "--cluster", shared_cluster, "--ranks", "1"
+    running = project.start(*command, stdin=inside)
+    running.wait_for("(Pdb) ")
+    os.kill(running.popen.pid, 15)
+    done = running.finish()
+    os.close(inside)
+    os.close(outside)
+    assert done.rc == 143 and "Fatal Python error" not in done.stderr
 
 
 def test_editor_that_connects_lets_the_code_begin(project: Project, shared_cluster: str) -> None:

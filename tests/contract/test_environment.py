@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import Project, pids_of
-from tests.servers.dask_cluster import wait_until
+from tests.support.command import wait_until
 from tests.support.environments import lock_project, make_environment, make_source, make_wheel
 
 SAYS = """
@@ -72,7 +72,7 @@ def test_what_uv_can_not_install_is_the_root_cause(project: Project, wheels: Pat
     (wheels / "wordlib-1.0-py3-none-any.whl").write_bytes(b"not a wheel")
     config = project.function(SAYS, cluster={"ranks": 1, "gpus": 0}, code={"environment": "uv"})
     failed = project("train", config, rc=4)
-    assert "`uv sync` failed" in failed.stderr and "wordlib" in failed.stderr
+    assert f"on host {os.uname().nodename}: `uv sync` failed" in failed.stderr and "wordlib" in failed.stderr
     assert project.record()["failure"]["message"].count("wordlib")
     assert installed(project) == []
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from typing import Any
 
 import pytest
 
 from tests.contract.conftest import Project, events
-from tests.support.command import PATIENCE_S
+from tests.support.command import wait_until
 
 FUNCTION = """
 import os, time
@@ -74,10 +73,7 @@ def test_each_start_that_replaces_gets_the_model(project: Project, shared_cluste
     owner.wait_for("waiting")
     waiting = [project.start("retrain", config) for _ in range(2)]
     assert owner.finish().rc == 75
-    deadline = time.monotonic() + PATIENCE_S
-    while all(start.popen.poll() is None for start in waiting):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: any(start.popen.poll() is not None for start in waiting))
     first, second = sorted(waiting, key=lambda start: start.popen.poll() is None)
     ended = first.finish()
     assert ended.rc == 75, ended.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import Project, pids_of
-from tests.support.command import Running
+from tests.support.command import Running, wait_until
 
 # Saves only if it is asked to end: no save is due before step 1,000,000.
 _SAVES = """
@@ -145,12 +145,8 @@ def test_transfer_that_moves_nothing_is_a_failure(project: Project, shared_clust
 
 
 def _wait_for_line(path: Path, text: str, count: int) -> None:
-    import time
 
-    deadline = time.monotonic() + 60
-    while path.read_text(encoding="utf-8").count(text) < count:
-        assert time.monotonic() < deadline, f"{path} has no {text}"
-        time.sleep(0.05)
+    wait_until(lambda: path.read_text(encoding="utf-8").count(text) >= count)
 
 
 def test_exception_after_a_signal_is_the_cause(project: Project, shared_cluster: str) -> None:

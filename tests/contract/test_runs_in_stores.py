@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ from obstore.store import S3Store
 
 from tests.contract.conftest import Project
 from tests.servers.seaweed import bucket_of, seaweed
-from tests.support.command import PATIENCE_S
+from tests.support.command import wait_until
 
 RUNS = "s3://bucket/runs"
 FILES = 300
@@ -82,9 +81,7 @@ def test_run_is_deleted_though_the_first_prune_is_killed_and_a_running_one_is_ke
         for number in range(FILES):
             bucket.put(f"runs/old/logs/rank-{number}.log", b"x" * 1000)
         killed = project.start(*arguments)
-        deadline = time.monotonic() + PATIENCE_S
-        while "runs/old/run.json" in files(bucket, "old/"):
-            assert time.monotonic() < deadline
+        wait_until(lambda: "runs/old/run.json" not in files(bucket, "old/"))
         killed.kill_group()
         if left := files(bucket, "old/"):
             break

@@ -6,8 +6,6 @@ the case says how and why, and docs/start/script.md says it, too. Lines of scrip
 
 from __future__ import annotations
 
-import bz2
-import lzma
 import os
 import signal
 import subprocess
@@ -305,16 +303,6 @@ MODULES = [
         lines=["/program"],
     ),
     Case(
-        "symbolic-link",
-        before={
-            "real/train.py": "import sys, os, beside\nprint('>', beside.MINE, os.path.basename(sys.argv[0]))\n",
-            "real/beside.py": "MINE = 'beside the target'\n",
-        },
-        build=lambda folder: (folder / "link.py").symlink_to("real/train.py"),
-        script=("link.py",),
-        lines=["beside the target link.py"],
-    ),
-    Case(
         "byte-order-mark-and-coding",
         build=lambda folder: (folder / "script.py").write_bytes(
             b"# -*- coding: latin-1 -*-\nprint('>', '\xe9', ascii('\xe9'))\n"
@@ -350,62 +338,6 @@ MODULES = [
 ]
 
 FILES = [
-    Case(
-        "files-left-open",
-        """
-        import bz2, csv, io, logging, logging.handlers, lzma, os, sqlite3, sys, tarfile, tempfile, threading
-        import held
-        name = os.environ["RANK"]
-        held.file = open(f"{name}.module", "w")
-        held.file.write("held by a module")
-
-        class Owner:
-            file = open(f"{name}.class", "w")
-
-        Owner.file.write("held by a class")
-
-        def closure():
-            file = open(f"{name}.closure", "w")
-            file.write("held by a closure")
-            return lambda: file
-
-        get = closure()
-        cycle = [bz2.open(f"{name}.bz2", "wt")]
-        cycle.append(cycle)
-        cycle[0].write("in a cycle")
-        packed = lzma.open(f"{name}.xz", "wt")
-        packed.write("lzma")
-        rows = csv.writer(open(f"{name}.csv", "w", newline=""))
-        rows.writerow([1, "a b"])
-        local = threading.local()
-        local.file = io.TextIOWrapper(io.BufferedWriter(io.FileIO(f"{name}.local", "w")))
-        local.file.write("held by a thread")
-        base = sqlite3.connect(f"{name}.sqlite")
-        base.execute("create table t (x)")
-        base.commit()
-        base.execute("insert into t values (1)")
-        folder = tempfile.TemporaryDirectory(dir=".", prefix="left-")
-        memory = logging.handlers.MemoryHandler(100, target=logging.FileHandler(f"{name}.log"))
-        logging.getLogger("own").addHandler(memory)
-        logging.getLogger("own").error("logged")
-        """,
-        before={"held.py": "file = None\n"},
-        files={  # type: ignore[arg-type]
-            f"{rank}.{kind}": text
-            for rank in (0, 1)
-            for kind, text in {
-                "module": "held by a module",
-                "class": "held by a class",
-                "closure": "held by a closure",
-                "csv": "1,a b\r\n",
-                "local": "held by a thread",
-                "log": "logged\n",
-                "bz2": bz2.compress(b"in a cycle"),
-                "xz": lzma.compress(b"lzma"),
-            }.items()
-        }
-        | {"left-*": None, "*.sqlite-journal": None},
-    ),
     Case(
         "output-of-each-stream",
         """
@@ -628,18 +560,6 @@ PROCESSES = [
         files_here={"left-0": None, "left-1": None},
         why="no process is left behind",
     ),
-    Case(
-        "script-that-starts-itself-again",
-        """
-        import os, sys
-        print(">", sys.argv[1:], os.environ.get("AGAIN"), flush=True)
-        if "AGAIN" not in os.environ:
-            os.environ["AGAIN"] = "1"
-            os.execv(sys.executable, sys.orig_argv)
-        """,
-        args=("x",),
-        lines=["['x'] None", "['x'] 1"],
-    ),
 ]
 
 ENCODINGS = [
@@ -755,20 +675,6 @@ LAUNCH = [
         print(">", sys.stdout.isatty(), sys.stdout.write_through, sys.gettrace(), sys.getrecursionlimit())
         """,
         lines=["'' 0 False 0", "False True None 1000"],
-    ),
-    Case(
-        "warnings-with-stacklevel",
-        """
-        import warnings
-        def old():
-            warnings.warn("> old function", DeprecationWarning, stacklevel=2)
-        old()  # shown: in __main__
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            old()
-        print(">", [(each.filename[-9:], each.lineno) for each in caught])
-        """,
-        lines=["[('script.py', 8)]"],
     ),
     Case(
         "error-file-of-record",

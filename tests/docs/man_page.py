@@ -17,7 +17,8 @@ TARGET = Path(__file__).parents[2] / "docs" / "man" / "ddptrain.1"
 _ENVIRONMENT = {
     "DDPTRAIN_LOG": "Writes ddptrain's own log to stderr: debug, info or warning.",
     "DDPTRAIN_MODELS_DIR": "Folder or URL of the model registry; models by default.",
-    "XDG_STATE_HOME": "Its folder ddptrain has the records of clusters; ~/.local/state by default.",
+    "XDG_STATE_HOME": "Its folder ddptrain has the records of clusters and of slots in use; ~/.local/state by default.",
+    "XDG_CACHE_HOME": "Its folder ddptrain has environments, images and compiled code; ~/.cache by default.",
 }
 _FILES = {
     "runs/RUN": "The run directory: record, configuration, logs, metrics, checkpoints.",

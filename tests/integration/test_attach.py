@@ -17,7 +17,8 @@ from distributed import Scheduler, Security, Worker
 from safetensors.numpy import load_file
 
 from tests.conftest import Cli, Finished, Running
-from tests.servers.dask_cluster import DaskCluster, wait_until
+from tests.servers.dask_cluster import DaskCluster
+from tests.support.command import wait_until
 from tests.support.environments import make_environment
 
 WORKLOAD = '''

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import PATIENCE_S, Cli, Finished, Running
+from tests.conftest import Cli, Finished, Running
 from tests.servers.dask_cluster import write_tls
+from tests.support.command import wait_until
 
 IDLE_S = 6.0  # a run has begun before, unless the machine is very busy
 
@@ -110,13 +111,6 @@ def clusters(run_cli: Cli) -> Iterator[Clusters]:
     yield made
     if made.entries():
         run_cli("cluster", "down", "--all", "--now")
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
 
 
 def _has_begun_or_ended(running: Running) -> bool:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import Cli, Finished
 from tests.servers import netns
-from tests.servers.dask_cluster import wait_until
 from tests.servers.netns import Network
+from tests.support.command import wait_until
 from tests.support.environments import UV, lock_project, make_environment, make_wheel
 
 pytestmark = [pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not()), pytest.mark.slow]

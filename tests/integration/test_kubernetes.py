@@ -6,15 +6,15 @@ import json
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.conftest import PATIENCE_S, Cli, Finished, Running
+from tests.conftest import Cli, Finished, Running
 from tests.servers.kube_node import GOOD_IMAGE, Node
 from tests.servers.kube_server import KubeServer
+from tests.support.command import wait_until
 
 KUBECTL = shutil.which("kubectl")
 pytestmark = pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
@@ -57,14 +57,6 @@ def train(ctx, until=""):
     while until and not Path(until).exists():
         time.sleep(0.05)
 """
-
-
-def wait_until(what: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"still waiting after {timeout_s} s"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,17 @@ import json
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load
 
-from tests.conftest import PATIENCE_S, Cli, Finished
+from tests.conftest import Cli, Finished
 from tests.integration.test_restart import WORKLOAD
 from tests.servers.seaweed import bucket_of, seaweed
+from tests.support.command import wait_until
 
 RUNS = "s3://bucket/some/runs"
 
@@ -67,13 +67,6 @@ class Machine:
 
     def working_folders(self) -> list[Path]:
         return list((self.home / "state" / "ddptrain" / "runs").glob("*/*"))
-
-
-def wait_until(true: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.05)
 
 
 def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(

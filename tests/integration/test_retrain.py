@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cli, Finished, Running
-from tests.servers.dask_cluster import wait_until
 from tests.servers.seaweed import seaweed
+from tests.support.command import wait_until
 
 WORKLOAD = """
 import json, os, time

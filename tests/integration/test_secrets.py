@@ -11,7 +11,8 @@ from typing import Any
 from distributed import Scheduler
 
 from tests.conftest import Cli
-from tests.servers.dask_cluster import DaskCluster, wait_until
+from tests.servers.dask_cluster import DaskCluster
+from tests.support.command import wait_until
 
 KEY = "5ecre7" * 7  # wandb takes none that is shorter than 40
 OPTIONS = {"api_key": "own-5ecre7", "login": {"secret": {"words": ["open 5esame"]}}, "every": 3}

@@ -17,9 +17,10 @@ import pytest
 from distributed.comm.core import connect
 
 from tests.conftest import Cli
-from tests.integration.test_cluster import Clusters, clusters, is_gone, wait_until
+from tests.integration.test_cluster import Clusters, clusters, is_gone
 from tests.servers.attacker import NOBODY
 from tests.servers.dask_cluster import DaskCluster
+from tests.support.command import wait_until
 
 __all__ = ["clusters"]  # a fixture
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")

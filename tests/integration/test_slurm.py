@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import PATIENCE_S, Cli, Finished
+from tests.conftest import Cli, Finished
 from tests.servers.slurmd import Slurm, slurm
-from tests.support.command import INSTALLED
+from tests.support.command import INSTALLED, PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -290,9 +290,7 @@ def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:
     (part,) = told["parts"]
     assert part["role"] == "job"
     site.call("scancel", part["id"].split()[1])
-    deadline = time.monotonic() + PATIENCE_S
-    while json.loads(cluster(run_cli, site, "status", "--json").stdout)[0]["state"] != "ended":
-        assert time.monotonic() < deadline
+    wait_until(lambda: json.loads(cluster(run_cli, site, "status", "--json").stdout)[0]["state"] == "ended")
     cluster(run_cli, site, "down", "dev")
     assert json.loads(cluster(run_cli, site, "status", "--json").stdout) == []
 
@@ -303,10 +301,7 @@ def test_up_that_is_killed_at_any_moment_leaves_no_job_that_down_does_not_find(r
     moment = random.Random(32)
     for after_s in (0.0, *(moment.uniform(0.0, 5.0) for _ in range(5))):
         running = run_cli.start("cluster", "up", "--name", "dev", "--backend", "slurm", env=site.env)
-        deadline = time.monotonic() + PATIENCE_S
-        while not site.jobs():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(site.jobs)
         time.sleep(after_s)
         running.kill_group()
         cluster(run_cli, site, "down", "dev")

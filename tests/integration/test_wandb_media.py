@@ -10,7 +10,6 @@ from tests.conftest import Cli
 from tests.servers.wandb_training import OfflineRun
 
 OFFLINE = {"WANDB_MODE": "offline"}
-SMALL = {"architecture": "small_cnn", "image_size": 32, "batch_size": 32}
 
 # Its loader forks while wandb's threads are there, and it leaves its own run open at its end.
 OWN = """
@@ -49,24 +48,6 @@ def train(cli: Cli, config: dict[str, Any]) -> Path:
 
 def offline_runs(folder: Path) -> list[OfflineRun]:
     return [OfflineRun(path) for path in sorted(folder.rglob("run-*.wandb"))]
-
-
-def test_pictures_of_images_are_in_the_offline_log(run_cli: Cli, warm_cluster: str) -> None:
-    run = train(
-        run_cli,
-        {
-            "workload": "images",
-            "cluster": {"ranks": 2, "address": warm_cluster},
-            "params": SMALL | {"epochs": 3},
-            "tracking": {"wandb": True},
-            "env": OFFLINE,
-        },
-    )
-    (recorded,) = offline_runs(run / "tracking")
-    pictures = [row for row in recorded.history if "examples._type" in row]
-    assert [row["step"] for row in pictures] == [1, 9, 17]
-    assert {row["examples.format"] for row in pictures} == {"png"}
-    assert all((recorded.path.parent / "files" / row["examples.path"]).is_file() for row in pictures)
 
 
 def test_users_own_wandb_and_loaders_that_fork_get_along_with_the_tracker(run_cli: Cli, warm_cluster: str) -> None:

@@ -8,9 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from distributed import Client, Security
@@ -97,12 +96,3 @@ def write_tls(folder: Path) -> None:
     made = Security.temporary()
     (folder / "cert.pem").write_text(made.tls_ca_file)
     (folder / "key.pem").write_text(made.tls_client_key)
-
-
-def wait_until(holds: Callable[[], Any], what: str = "it", timeout_s: float = PATIENCE_S) -> Any:
-    """Return what the condition says once it is true; fails the test if it takes too long."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.05)
-    return found

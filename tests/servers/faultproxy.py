@@ -55,13 +55,13 @@ class FaultProxy:
         """Where it listens, as an endpoint."""
         return f"http://{_LOOPBACK}:{self.port}"
 
-    def inject(self, *faults: Fault, latency_s: float = 0.0, quick: int = 0, seed: int = 0) -> None:
+    def inject(self, *faults: Fault, latency_s: float = 0.0, seed: int = 0) -> None:
         """Break requests like this from now on, in place of what was told before.
 
-        All answers but the next `quick` ones are delayed by `latency_s`.
+        All answers are delayed by `latency_s`.
         """
         told = [dataclasses.asdict(fault) for fault in faults]
-        self._ask({"faults": told, "latency_s": latency_s, "quick": quick, "seed": seed})
+        self._ask({"faults": told, "latency_s": latency_s, "seed": seed})
 
     def counts(self) -> dict[str, int]:
         """The requests that have come, by kind: list, get, head, put, other; `faults`: those that were broken."""
@@ -69,7 +69,7 @@ class FaultProxy:
 
     def reset(self) -> None:
         """Count from zero, and break nothing any more."""
-        self._ask({"faults": [], "latency_s": 0.0, "quick": 0, "seed": 0, "reset": True})
+        self._ask({"faults": [], "latency_s": 0.0, "seed": 0, "reset": True})
 
     def _ask(self, order: dict[str, object]) -> dict[str, int]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -126,7 +126,6 @@ class _Faults:
         self.counts: Counter[str] = Counter()
         self.faults: list[Fault] = []
         self.latency_s = 0.0
-        self.quick = 0
         self._met: Counter[int] = Counter()  # fault -> requests that it concerned
         self._random = random.Random(0)
 
@@ -136,15 +135,9 @@ class _Faults:
         if isinstance(faults := order.get("faults"), list):
             self.faults = [Fault(**fault) for fault in faults]
             self.latency_s = float(str(order["latency_s"]))
-            self.quick = int(str(order["quick"]))
             self._random = random.Random(str(order["seed"]))
             self._met.clear()
         return dict(self.counts)
-
-    def delay_s(self) -> float:
-        """Of the next answer."""
-        self.quick -= 1
-        return self.latency_s if self.quick < 0 else 0.0
 
     def next(self, request: _Request) -> Fault | None:
         self.counts[request.kind] += 1
@@ -186,7 +179,7 @@ class _Relay:
         request = _parsed(await self._reader.readuntil(b"\r\n\r\n"))
         body = await self._reader.readexactly(request.body_bytes)
         fault = self._faults.next(request)
-        await asyncio.sleep(self._faults.delay_s())
+        await asyncio.sleep(self._faults.latency_s)
         if fault is not None and fault.action == "stall":
             await asyncio.sleep(fault.delay_s)
         if fault is not None and fault.action == "status":

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,17 @@ import pytest
 PATIENCE_S = 100.0
 # The program that pip installs, beside the interpreter of the tests. Another version can be named.
 INSTALLED = (os.environ.get("DDPTRAIN_COMMAND", str(Path(sys.executable).with_name("ddptrain"))),)
+
+
+def wait_until(holds: Callable[[], Any], what: str | Callable[[], str] = "it", timeout_s: float = PATIENCE_S) -> Any:
+    """Return what the condition says once it is true; fails the test if it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        late = time.monotonic() > deadline  # before the check: the machine may have been suspended since the last one
+        if found := holds():
+            return found
+        assert not late, f"not within {timeout_s} s: {what() if callable(what) else what}"
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True, slots=True)

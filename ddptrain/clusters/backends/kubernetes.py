@@ -25,7 +25,7 @@ from typing import Any
 from ddptrain.clusters import processes
 from ddptrain.clusters.processes import FOLDER
 from ddptrain.clusters.provider import Backend, DriverJob, Tell
-from ddptrain.clusters.record import ClusterRecord, Part
+from ddptrain.clusters.record import ClusterRecord, Part, ended
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
 from ddptrain.config.sections.clusters import ClusterConfig, KubernetesSettings
 from ddptrain.errors import ClusterError, ExitCode, UsageError
@@ -112,7 +112,7 @@ class KubernetesBackend(Backend):
             words, hopeless = _trouble(pod)
             if hopeless:
                 return f"the pod {pod['metadata']['name']}: {words}"
-        return processes.ended(cluster.of_role(_FORWARD))
+        return ended(cluster.of_role(_FORWARD))
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the last lines of each pod, and why it does not run. Raises ClusterError."""

@@ -13,7 +13,7 @@ from ddptrain.clusters import processes
 from ddptrain.clusters.machine_slots import local_resources
 from ddptrain.clusters.processes import PYTHON
 from ddptrain.clusters.provider import Backend, Tell
-from ddptrain.clusters.record import ClusterRecord, Part
+from ddptrain.clusters.record import ClusterRecord, Part, ended
 
 _LOOPBACK = "127.0.0.1"
 
@@ -39,7 +39,7 @@ class LocalBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return the name of the process that has ended, or None."""
-        return processes.ended(cluster.parts)
+        return ended(cluster.parts)
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler and worker; a worker logs only what goes wrong."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddptrain.clusters import processes
 from ddptrain.clusters.provider import Backend, DriverJob, Tell
-from ddptrain.clusters.record import ClusterRecord, Part
+from ddptrain.clusters.record import ClusterRecord, Part, ended
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
 from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
 from ddptrain.config.wording import counted
@@ -69,7 +69,7 @@ class SlurmBackend(Backend):
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return that the job, or what runs in the job of this process, has ended; or None."""
         job = next((part.id.partition(" ")[2] for part in cluster.parts), "")
-        return f"job {job} has ended" if job and not _listed(cluster) else processes.ended(cluster.parts)
+        return f"job {job} has ended" if job and not _listed(cluster) else ended(cluster.parts)
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler, workers and the job; for a job that waits, the reason."""

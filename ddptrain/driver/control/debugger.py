@@ -53,8 +53,9 @@ class DebuggerTerminal:
         self._signals, self._inbox = signals, inbox
         self._prompts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._typed_before = ""  # in the line that Ctrl-C has given up
+        self._bytes = b""  # of a pipe, after the last line that was read
         self._mode = None
-        if os.isatty(0):
+        if os.isatty(0) and os.isatty(1):
             import readline
 
             self._mode, self._buffer = termios.tcgetattr(0), readline.get_line_buffer
@@ -93,6 +94,13 @@ class DebuggerTerminal:
     def _read(self, prompt: str) -> str:
         """Return a line with its newline, "" at the end of the input."""
         try:
-            return input(prompt).removeprefix(self._typed_before) + "\n"
-        except (EOFError, OSError, ValueError, RuntimeError):  # also a stdin that is closed, or not text
+            if self._mode is not None:
+                return input(prompt).removeprefix(self._typed_before) + "\n"
+            print(prompt, end="", flush=True)
+            # Not sys.stdin: the interpreter cannot end while a thread waits in it.
+            while b"\n" not in self._bytes and (data := os.read(0, 4096)):
+                self._bytes += data
+        except (EOFError, OSError, ValueError, RuntimeError):  # also a stdin that is closed
             return ""
+        line, newline, self._bytes = self._bytes.partition(b"\n")
+        return (line + newline).decode(errors="replace")

@@ -205,7 +205,6 @@ def _is_leaving(view: Run) -> bool:
 
 
 def _grace_s(layout: Run) -> float:
-    """Return failure.grace_s of the run."""
     try:
         return float(parsed_config(read_bytes(layout.config_yaml))["failure"]["grace_s"])
     except (OSError, ValueError, LookupError, TypeError):

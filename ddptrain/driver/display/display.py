@@ -273,7 +273,6 @@ class Display:
         debugger.ask("".join(line.text for line in tail.rest()) if tail is not None else "")
 
     def _read(self, rank: int, tail: LogTail) -> int:
-        """Show the next piece of a log; return its size in bytes."""
         before = tail.offset
         with suppress(OSError):  # it can't be read now
             self._show_lines(rank, tail.read())
@@ -299,7 +298,6 @@ class Display:
             self._renderer.log(rank, lines)
 
     def _finish_log(self, rank: int, tail: LogTail) -> None:
-        """Show a log up to its present size."""
         with suppress(OSError):  # a rank that has printed nothing may have no log
             end = tail.path.stat().st_size
             while tail.offset < end and self._read(rank, tail) and not self._aborted.is_set():

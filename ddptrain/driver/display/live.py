@@ -246,7 +246,6 @@ class LiveRenderer(Renderer):
         return [together, *apart] if together else apart
 
     def _cells(self, ranks: Sequence[_Rank], bar_width: int) -> dict[str, RenderableType]:
-        """Return the cells of the row of these ranks, by column."""
         from rich.progress_bar import ProgressBar
         from rich.text import Text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.errors import UsageError
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import sha256
 from ddptrain.worker.environment import LOCK_FILE, REQUIREMENTS
 
@@ -57,8 +57,13 @@ class Environment:
         recorder.status(f"installing the environment of {self.source} on host {names}")
         began = time.monotonic()
         others = [worker for worker in lacking if worker not in first.values()]  # they find that of their host
-        for group in filter(None, ([*first.values()], others)):
-            workers.ask(group, use_environment, workers.run_id, self.digest, dict(self.files), of_uv)
+        try:
+            for group in filter(None, ([*first.values()], others)):
+                workers.ask(group, use_environment, workers.run_id, self.digest, dict(self.files), of_uv)
+        except ClusterError as error:
+            worker, _, reason = str(error).partition(": ")
+            name = f" on host {hosts[worker].hostname}" if worker in hosts else ""
+            raise ClusterError(f"the environment can't be installed{name}: {reason}") from error
         recorder.notice(f"installed the environment on host {names} in {time.monotonic() - began:.0f} s")
 
 

@@ -144,6 +144,7 @@ def sections(view: Run) -> list[Section]:
     best = record.best
     about = [
         ("status", view.status_text),
+        ("waits", record.queued.description if view.is_running and record.queued is not None else ""),
         ("problem", view.problem),
         ("exit code", "" if record.exit_code is None else str(record.exit_code)),
         ("directory", view.where),

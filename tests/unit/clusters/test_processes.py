@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ddptrain.clusters import processes
 from ddptrain.clusters.processes import FOLDER, PYTHON
 from ddptrain.clusters.signals import deferred, interruptible
 from ddptrain.errors import ClusterError, Interrupted
+from tests.support.command import wait_until
 
 # --- Processes that outlive the command: found again, ended as a whole, never mistaken for another ---
 
@@ -47,10 +47,7 @@ def start(folder: str) -> Iterator[Start]:
         used.add(where)
         processes.located(where).mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = processes.start(where, "it", [PYTHON, "-c", code, f"{FOLDER}/key.pem"], files)
-        deadline = time.monotonic() + 60
-        while "serving" not in processes.tail(where, "it", 100) and "raise" not in code:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: "serving" in processes.tail(where, "it", 100) or "raise" in code)
         return pid
 
     yield begin
@@ -131,7 +128,8 @@ def test_command_speaks_json_and_survives_its_caller(folder: str) -> None:
     assert call("control", folder="dev-1", verb="prepare") == {"result": None}
     assert "no port is free" in run("raise SystemExit('no port is free')", 60.0)["error"]
     written = (
-        "import json, sys, time; json.dump({'address': sys.argv[2]}, open('scheduler.json', 'w')); time.sleep(600)"
+        "import json, os, sys, time; json.dump({'address': sys.argv[2]}, open('new', 'w')); "
+        "os.rename('new', 'scheduler.json'); time.sleep(600)"
     )
     answer = run(written, 60.0)["result"]
     assert (answer["scheduler"], answer["address"]) == ({"address": "127.0.0.1"}, "127.0.0.1")

@@ -126,7 +126,8 @@ def test_loss_that_falls_or_is_noisy_has_no_spikes() -> None:
 
 def test_jump_of_the_loss_is_a_spike_once_and_three_times_at_most() -> None:
     flat = [2.0 + 0.01 * (step % 5) for step in range(1_000)]
-    for step in (20, 100, 102, 400, 600, 800):  # the first is before the window has enough values
+    for step in (100, 102, 400, 600, 800):
         flat[step] = 4.0
     assert spikes(flat) == [100, 400, 600]
+    assert spikes(flat[80:120]) == [], "too few values before it"
     assert spikes([value + 1.0 if step > 500 else value for step, value in enumerate([1.0] * 1_000)]) == [501]

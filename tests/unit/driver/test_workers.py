@@ -99,7 +99,7 @@ def test_ranks_start_in_their_slots_and_their_files_can_be_read(dask: DaskBench)
         log = rank_spool(places[1].scratch, workers.run_id, 1, 1).log
         assert workers.fetch(places[1].slot.worker, log, 1, 100) == b"ine\n"
         with pytest.raises(ClusterError, match="could not read"):
-            workers.fetch(places[1].slot.worker, Path("/etc/passwd"), 0, 100)
+            workers.fetch(places[1].slot.worker, Path("/no/such/file"), 0, 100)
 
 
 def test_stopped_ranks_end_and_slots_are_free_when_the_run_is_closed(dask: DaskBench) -> None:

@@ -9,8 +9,7 @@ import logging
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from aiosmtpd.controller import Controller
@@ -20,7 +19,7 @@ from ddptrain.notify.heartbeat import BODY_BYTES, Heartbeat
 from ddptrain.notify.sender import Delivery, Message, send
 from tests.servers.notify_servers import CheckServer, SilentServer, WebServer, serving
 from tests.servers.ports import free_ports
-from tests.support.command import PATIENCE_S
+from tests.support.command import PATIENCE_S, wait_until
 
 MESSAGE = Message(
     "petnames: retraining failed: rank 1: ValueError: no_names in *data*",
@@ -117,7 +116,7 @@ def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) ->
 def test_check_server_follows_a_retraining(check: CheckServer) -> None:
     beat = Heartbeat(check.url + "/?create=1")
     beat.begin()
-    _wait_until(lambda: len(check.pings) == 1)
+    wait_until(lambda: len(check.pings) == 1)
     assert check.state == "started"
     assert beat.end(0, "version 4 is the champion") == []
     assert check.state == "up"
@@ -163,7 +162,7 @@ def test_check_server_that_is_unavailable_gets_the_messages_later(check: CheckSe
     check.statuses = [503, 503]
     beat = Heartbeat(check.url)
     beat.begin()
-    _wait_until(lambda: len(check.pings) == 1)
+    wait_until(lambda: len(check.pings) == 1)
     assert beat.end(0) == []
     assert [kind for kind, _, _ in check.pings] == ["start", "success"]
 
@@ -179,11 +178,11 @@ time.sleep(600)
     with serving(check := CheckServer(grace_s=1)):
         process = subprocess.Popen([sys.executable, "-c", program, check.url])
         try:
-            _wait_until(lambda: bool(check.pings))
+            wait_until(lambda: bool(check.pings))
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        _wait_until(lambda: check.state == "down")
+        wait_until(lambda: check.state == "down")
     assert [kind for kind, _, _ in check.pings] == ["start"]
 
 
@@ -216,10 +215,3 @@ def test_apprise_stays_out_of_the_logs_of_this_process(web: WebServer, caplog: p
     assert "message not delivered" in caplog.text
     assert SECRET not in caplog.text
     assert not any(record.name.startswith(("apprise", "urllib3", "requests")) for record in caplog.records)
-
-
-def _wait_until(is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -38,7 +38,7 @@ def test_logged_numbers_and_tensors_arrive_as_numbers(rank: Rank) -> None:
 )
 def test_number_is_read_from_values_with_one_element(value: object, expected: float) -> None:
     assert number("x", value) == expected and type(number("x", value)) is type(expected)
-    assert numbers({3: value}) == {"3": expected}  # type: ignore[dict-item]
+    assert numbers({3: value}) == {"3": expected}
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ddptrain.tracking.protocol import Checkpoint, Image
 from ddptrain.tracking.trackers import TrackerManager
+from tests.support.command import wait_until
 from tests.unit.tracking.trackers import Failing, Hanging, House, Late, Recorder, numbers
 
 
@@ -30,13 +31,6 @@ def finish(manager: TrackerManager, within_s: float = 3_600.0) -> float:
     manager.end("finished", within_s)
     manager.wait()
     return time.monotonic() - began
-
-
-def until(met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not met():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.01)
 
 
 def test_every_tracker_gets_everything_in_order_in_one_thread_of_its_own(house: House) -> None:
@@ -60,7 +54,7 @@ def test_three_failures_in_a_row_turn_a_tracker_off_with_one_warning(house: Hous
     manager = house.open(bad, good)
     for step in range(100):
         manager.put(numbers(step))
-    until(lambda: bool(house.warnings))
+    wait_until(lambda: bool(house.warnings))
     finish(manager)
     assert bad.calls == 3
     assert good.steps == list(range(100))
@@ -85,11 +79,11 @@ def test_what_a_slow_tracker_has_no_room_for_is_dropped_counted_and_told(house: 
     slow, quick = Hanging("log"), Recorder()
     manager = house.open(slow, quick, queue=10)
     manager.put(numbers(0))
-    until(lambda: bool(slow.items and quick.items))
+    wait_until(lambda: bool(slow.items and quick.items))
     for steps in (range(1, 11), range(11, 21), range(21, 31)):
         for step in steps:
             manager.put(numbers(step))
-        until(lambda last=steps[-1]: last in quick.steps)  # type: ignore[misc]
+        wait_until(lambda last=steps[-1]: last in quick.steps)  # type: ignore[misc]
     slow.gate.set()
     finish(manager)
     assert slow.steps == list(range(11))
@@ -106,11 +100,11 @@ def test_tracker_that_hangs_is_not_waited_for_after_its_deadline(house: House, w
     good.timeout_s = 60.0
     manager = house.open(stuck, good, timeout_s=0.4 if where != "finish" else 60.0)
     manager.put(numbers(0))
-    until(lambda: bool(good.items))
+    wait_until(lambda: bool(good.items))
     if where == "finish":  # it has to come to that first
         manager.end("finished")
-        until(lambda: bool(good.states))
-    until(stuck.hangs.is_set)
+        wait_until(lambda: bool(good.states))
+    wait_until(stuck.hangs.is_set)
     assert 0.3 < finish(manager, within_s=0.4 if where == "finish" else 3_600.0) < 45
     assert (good.steps, good.states) == ([0], ["finished"])
     assert manager.unfinished == ["hanging"]
@@ -130,10 +124,10 @@ def test_tracker_that_is_late_at_its_end_is_reported_once(house: House, tells_fi
     late = Late(tells_first)
     manager = house.open(late, timeout_s=60.0)
     manager.end("finished")
-    until(late.hangs.is_set)
+    wait_until(late.hangs.is_set)
     finish(manager, within_s=0.2)
     late.gate.set()
-    until(late.has_finished.is_set)
+    wait_until(late.has_finished.is_set)
     assert manager.unfinished == ["late"]
     assert house.lines == (["not everything was sent"] if tells_first else [])
     warnings = [text.partition(";")[0] for text in house.warnings]
@@ -156,7 +150,7 @@ def test_tracker_that_cannot_start_is_off_and_says_why(house: House) -> None:
 
     absent, good = Absent(), Recorder()
     manager = house.open(absent, good)
-    until(lambda: bool(house.warnings))
+    wait_until(lambda: bool(house.warnings))
     manager.put(numbers(0))
     finish(manager)
     assert (absent.items, absent.states) == ([], [])
@@ -179,7 +173,7 @@ def test_file_that_is_lent_outlives_the_ranks_own_until_all_trackers_have_read_i
     lent = manager.keep(source)
     source.unlink()  # the driver has taken it home
     manager.put_with_files(Image(1, "examples", lent), lent)
-    until(lambda: not lent.exists())
+    wait_until(lambda: not lent.exists())
     finish(manager)
     assert [reader.read for reader in readers] == [b"picture", b"picture"]
     assert not (tmp_path / "lent").exists()
@@ -238,6 +232,6 @@ def test_forked_child_hands_nothing_to_trackers_and_ends_none(house: House) -> N
 def test_folder_that_a_tracker_may_write_into_is_there(tmp_path: Path) -> None:
     house, tracker = House(tmp_path / "run" / "tracking"), Recorder()
     house.open(tracker)
-    until(lambda: tracker.facts is not None)
+    wait_until(lambda: tracker.facts is not None)
     house.close()
     assert (tmp_path / "run" / "tracking").is_dir()

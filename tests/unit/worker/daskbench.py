@@ -22,8 +22,8 @@ from ddptrain.worker import driver_calls as worker_tasks
 from ddptrain.worker import rank_task
 from ddptrain.worker.rank_host import rank_host
 from tests.conftest import PATIENCE_S
+from tests.support.command import wait_until
 from tests.unit.specs import make_spec
-from tests.unit.worker.stubs import until
 
 _END_S = 15.0
 
@@ -70,7 +70,7 @@ class DaskBench:
         """A plain Dask scheduler."""
         program = str(Path(__file__).with_name("plain_scheduler.py"))
         process = self.start("scheduler", "-P", program, str(self.scheduler_file))
-        until(self.scheduler_file.exists, "the scheduler's file")
+        wait_until(self.scheduler_file.exists, "the scheduler's file")
         return process
 
     def ours(self, *options: str, name: str = "ours", **env: str) -> subprocess.Popen[bytes]:
@@ -90,7 +90,7 @@ class DaskBench:
         address = json.loads(self.scheduler_file.read_text())["address"]
         with Client(address, set_as_default=False, timeout=PATIENCE_S) as client:
             driver = Driver(client, run_id, self.env)
-            until(lambda: len(driver.workers) >= workers, lambda: f"{workers} workers: {self._said()}")
+            wait_until(lambda: len(driver.workers) >= workers, lambda: f"{workers} workers: {self._said()}")
             yield driver
 
     def _said(self) -> str:
@@ -165,7 +165,7 @@ class Driver:
 
     def wait_for(self, worker: str, words: str, rank: int = 0) -> None:
         """Wait until the rank has printed `words`."""
-        until(
+        wait_until(
             lambda: words in self.said(worker, rank),
             lambda: f"rank {rank} prints {words!r}\n{self._stands(worker)}",
         )
@@ -230,4 +230,4 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def until_gone(pid: int) -> None:
     """Wait until a process is gone."""
-    until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")

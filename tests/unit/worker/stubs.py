@@ -6,12 +6,13 @@ import contextlib
 import os
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from ddptrain.worker.rank_server_client import RankServerClient
+from tests.support.command import wait_until
 from tests.unit.specs import make_spec
 
 _SITE = """
@@ -74,7 +75,7 @@ class Bench:
 
     def wait_for(self, rank_id: str, words: str) -> None:
         """Wait until the rank has printed `words`."""
-        until(lambda: words in self.said(rank_id), f"{rank_id} prints {words!r}")
+        wait_until(lambda: words in self.said(rank_id), f"{rank_id} prints {words!r}")
 
 
 def status(server: RankServerClient, rank_id: str, timeout_s: float = 60.0) -> int:
@@ -100,14 +101,3 @@ def has_ended(pid: int) -> bool:
         return is_gone(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return True
-
-
-def until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 60.0) -> None:
-    """Wait for a condition. Fail with `what` if it never becomes true."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        late = time.monotonic() > deadline  # before the check: the machine may have been suspended since the last one
-        if condition():
-            return
-        assert not late, f"not within {timeout_s} s: {what() if callable(what) else what}"
-        time.sleep(0.01)

@@ -15,8 +15,9 @@ import pytest
 
 from ddptrain.worker import driver_calls
 from ddptrain.worker.rank_server_client import RankServerLost
+from tests.support.command import wait_until
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
-from tests.unit.worker.stubs import Bench, until
+from tests.unit.worker.stubs import Bench
 
 pytestmark = pytest.mark.slow  # all together
 
@@ -52,14 +53,14 @@ def left_files(dask: DaskBench) -> list[Path]:
 
 def about(driver: Driver, worker: str = "ours") -> dict[str, Any]:
     """The scheduler's data on a worker, once it has joined."""
-    until(lambda: worker in driver.workers, f"the worker {worker}")
+    wait_until(lambda: worker in driver.workers, f"the worker {worker}")
     return next(each for each in driver.about_workers.values() if each["name"] == worker)
 
 
 def test_warm_worker_says_what_it_offers(dask: DaskBench) -> None:
     with dask.driver() as driver:
         assert about(driver)["resources"] == {"slot": 8.0}
-        until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
+        wait_until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
         assert driver.call(driver_calls.describe_offer, worker="ours") == (8, 0)
 
 
@@ -176,8 +177,8 @@ def test_rank_whose_driver_leaves_while_it_starts_is_ended(dask: DaskBench) -> N
             future = driver.start("ours", SLEEPER, rank=turn, slot=turn % 8)
             time.sleep(0.002 * (turn % 10))
             future.cancel(force=True)
-        until(lambda: about(driver)["metrics"]["ddptrain"]["ranks"] == 0, "the end of every rank")
-        until(lambda: not server.children(), f"the end of {server.children()}")
+        wait_until(lambda: about(driver)["metrics"]["ddptrain"]["ranks"] == 0, "the end of every rank")
+        wait_until(lambda: not server.children(), f"the end of {server.children()}")
 
 
 def test_killed_rank_server_is_replaced_for_the_next_run(own: DaskBench) -> None:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from ddptrain.worker.rank_server_client import RankServerLost
-from tests.unit.worker.stubs import Bench, has_ended, status, until
+from tests.support.command import wait_until
+from tests.unit.worker.stubs import Bench, has_ended, status
 
 STUBBORN = """
 import signal, time
@@ -99,9 +100,9 @@ def test_store_lives_until_it_is_stopped(tmp_path: Path) -> None:
         bench.order(server, "r", "import os; print(os.getppid())")
         assert status(server, "r") == 0
         parent = psutil.Process(int(bench.said("r")))
-        until(lambda: len(parent.children()) == 1, "the store's process")
+        wait_until(lambda: len(parent.children()) == 1, "the store's process")
         server.stop("store", 0.0)
-        until(lambda: not parent.children(), "the store's end")
+        wait_until(lambda: not parent.children(), "the store's end")
 
 
 def test_rank_is_stopped_when_the_store_of_its_worker_group_dies(tmp_path: Path) -> None:
@@ -111,14 +112,14 @@ def test_rank_is_stopped_when_the_store_of_its_worker_group_dies(tmp_path: Path)
         bench.order(server, "r", "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(600)")
         parent = psutil.Process(pid_of(bench, "r"))
         rank = int(bench.said("r").split()[1])
-        until(lambda: len(parent.children()) == 2, "the store's process")
+        wait_until(lambda: len(parent.children()) == 2, "the store's process")
         (store,) = [child for child in parent.children() if child.pid != rank]
         store.kill()
         with pytest.raises(
             RankServerLost, match=r"the store of the worker group \(TCPStore\) has ended: killed by SIGKILL"
         ):
             status(server, "r")
-        until(lambda: not alive(rank), "the rank's end")
+        wait_until(lambda: not alive(rank), "the rank's end")
         assert server.fault is None
 
 
@@ -165,7 +166,7 @@ print(subprocess.Popen(sleep, start_new_session={session}).pid, flush=True)
         bench.order(server, "r", code)
         assert status(server, "r") == 0
         child = int(bench.said("r"))
-        until(lambda: has_ended(child), "the end of the rank's child")
+        wait_until(lambda: has_ended(child), "the end of the rank's child")
 
 
 def test_server_that_cannot_import_torch_says_why(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_lost_server_is_an_error_with_its_status(bench: Bench) -> None:
             status(server, "r")
         with pytest.raises(RankServerLost, match="has ended"):
             bench.order(server, "another", "pass")
-        until(lambda: has_ended(rank), "the rank's end")
+        wait_until(lambda: has_ended(rank), "the rank's end")
 
 
 def test_server_that_still_imports_ends_at_once(tmp_path: Path) -> None:
@@ -216,4 +217,4 @@ with bench.server() as server:
     root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code, str(bench.folder)], env=bench.env, cwd=root, timeout=60)
     for pid in map(int, bench.said("r").split()):
-        until(lambda pid=pid: has_ended(pid), f"the end of process {pid}")  # type: ignore[misc]
+        wait_until(lambda pid=pid: has_ended(pid), f"the end of process {pid}")  # type: ignore[misc]

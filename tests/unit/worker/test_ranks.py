@@ -20,8 +20,8 @@ from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
 from ddptrain.worker import rank_environment, rank_host, rank_task
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
+from tests.support.command import wait_until
 from tests.unit.specs import make_spec
-from tests.unit.worker.stubs import until
 
 # --- When the worker plugin stops ranks, and which slot each of them has ---
 
@@ -29,13 +29,17 @@ from tests.unit.worker.stubs import until
 class FakeServer:
     """Records which children it is asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
+        self.python, self.ranks = python, 0
         self.stopped: list[tuple[str, float]] = []
         self.fault: str | None = None
         self.closed = False
 
     def listen(self) -> None:
         """Does nothing."""
+
+    def close(self) -> None:
+        self.closed = True
 
     def stop(self, child_id: str, grace_s: float) -> None:
         self.stopped.append((child_id, grace_s))
@@ -48,11 +52,49 @@ def server() -> FakeServer:
 
 def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
     host = RankHost(
-        cast(RankServerClient, server), lambda _: cast(RankServerClient, FakeServer()), {}, gpus, folder / "scratch"
+        cast(RankServerClient, server),
+        lambda python: cast(RankServerClient, FakeServer(python)),
+        {},
+        gpus,
+        folder / "scratch",
     )
     tasks = {"r": SimpleNamespace(state="executing")}
     host.setup(cast(Worker, SimpleNamespace(name="w-1", state=SimpleNamespace(tasks=tasks))))
     return host
+
+
+def test_runs_of_an_environment_have_its_rank_server_until_another_one_is_used(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    def held() -> int:
+        return os.open(tmp_path, os.O_RDONLY)
+
+    def still_held(descriptor: int) -> bool:
+        return os.path.exists(f"/proc/self/fd/{descriptor}")
+
+    host = host_with(server, tmp_path)
+    one, again, two, other = held(), held(), held(), held()
+    host.use_python("a", "/env/one", one)
+    host.use_python("b", "/env/one", again)
+    key = f"{key_prefix('a')}1/0"
+    first = cast(FakeServer, host.server_of(key))
+    assert first.python == "/env/one" and host.server_of(f"{key_prefix('b')}1/0") is host.server_of(key)
+    assert cast(FakeServer, host.server_of(f"{key_prefix('c')}1/0")) is server
+    assert still_held(one) and not still_held(again)
+    host.register(key, key, 30.0)
+    host.stop(key)
+    assert (first.stopped, server.stopped) == ([(key, 30.0)], [])
+    first.fault = "killed"
+    host.use_python("a", "/env/one", held())
+    assert cast(FakeServer, host.server_of(key)) is not first
+    host.use_python("a", "/env/two", two)
+    assert still_held(one), "run b uses it"
+    host.remove_run("b")
+    host.use_python("d", "/env/other", other)
+    assert not still_held(one) and still_held(two) and still_held(other)
+    assert [each.python for each in host.servers] == [sys.executable, "/env/two", "/env/other"]
+    host.close_servers()
+    assert not still_held(two) and not still_held(other) and server.closed
 
 
 def test_released_rank_gets_its_grace_period_up_to_a_limit(server: FakeServer, tmp_path: Path) -> None:
@@ -236,7 +278,7 @@ def test_gpu_that_hangs_does_not_silence_the_worker(tmp_path: Path, monkeypatch:
     try:
         assert nvml.asked.wait(60)
         seen = len(stage.messages)
-        until(lambda: len(stage.messages) > seen + 2, "news")
+        wait_until(lambda: len(stage.messages) > seen + 2, "news")
         assert all(part.cpu_s is not None for each in stage.news[seen:] for part in each.ranks)
         server.finish()
         task.join(60)

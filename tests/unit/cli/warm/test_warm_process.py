@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from ddptrain.cli.warm.client import SOCKET, SWITCH
+from tests.support.command import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 
@@ -55,7 +55,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     with log.open("w") as out:
         command = [sys.executable, "-P", "-m", "ddptrain.cli.warm.server", str(folder)]
         process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=out, stderr=out)
-    wait_for(lambda: (folder / SOCKET).exists() or process.poll() is not None, 60)
+    wait_until(lambda: (folder / SOCKET).exists() or process.poll() is not None)
     assert process.poll() is None, log.read_text()
     yield Warm(process, log, env)
     assert process.stdin is not None
@@ -71,16 +71,9 @@ def silent_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def wait_for(holds: Callable[[], object], patience_s: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
-
-
 def driver_of(folder: Path) -> int:
     """The pid of the driver of the run in a folder, once the run has begun and handles signals."""
-    wait_for(lambda: [log for log in folder.glob("runs/*/logs/ddptrain.log") if log.stat().st_size])
+    wait_until(lambda: [log for log in folder.glob("runs/*/logs/ddptrain.log") if log.stat().st_size])
     (record,) = folder.glob("runs/*/run.json")
     return int(json.loads(record.read_text())["driver"]["pid"])
 
@@ -119,7 +112,7 @@ def test_command_that_needs_a_process_of_its_own_runs_itself(
 ) -> None:
     assert warm.start(tmp_path, *words.split(), **environ).communicate(timeout=60) == ("cold\n", "")
     if "TZ" in environ:
-        wait_for(lambda: "a command is not warm: other environment" in warm.log.read_text())
+        wait_until(lambda: "a command is not warm: other environment" in warm.log.read_text())
 
 
 def test_command_with_a_file_of_the_shell_runs_itself(warm: Warm, tmp_path: Path) -> None:
@@ -137,7 +130,7 @@ def test_signal_ends_the_forked_command_as_it_ends_a_command(warm: Warm, tmp_pat
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert out.splitlines()[-1] == "warm"
-    wait_for(lambda: not psutil.pid_exists(driver))
+    wait_until(lambda: not psutil.pid_exists(driver))
 
 
 def test_killed_command_takes_the_forked_one_along(warm: Warm, tmp_path: Path, silent_port: int) -> None:
@@ -146,7 +139,7 @@ def test_killed_command_takes_the_forked_one_along(warm: Warm, tmp_path: Path, s
     driver = driver_of(tmp_path)
     process.kill()
     process.communicate(timeout=30)
-    wait_for(lambda: not psutil.pid_exists(driver), 10)
+    wait_until(lambda: not psutil.pid_exists(driver))
 
 
 def test_suspended_command_suspends_the_forked_one(warm: Warm, tmp_path: Path, silent_port: int) -> None:
@@ -154,10 +147,10 @@ def test_suspended_command_suspends_the_forked_one(warm: Warm, tmp_path: Path, s
     process = warm.start(tmp_path, "train", "a.yaml", "--cluster", f"tcp://127.0.0.1:{silent_port}")
     driver = psutil.Process(driver_of(tmp_path))
     process.send_signal(signal.SIGTSTP)
-    wait_for(lambda: driver.status() == psutil.STATUS_STOPPED)
-    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: driver.status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     process.send_signal(signal.SIGCONT)
-    wait_for(lambda: driver.status() != psutil.STATUS_STOPPED)
+    wait_until(lambda: driver.status() != psutil.STATUS_STOPPED)
     driver.kill()
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGKILL

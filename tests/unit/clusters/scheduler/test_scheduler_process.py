@@ -26,6 +26,7 @@ from ddptrain.clusters.scheduler import slots
 from ddptrain.clusters.scheduler.scheduler_process import drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
 from ddptrain.clusters.status import call
+from tests.support.command import wait_until
 
 START_S = 60.0
 END_S = 60.0
@@ -61,13 +62,6 @@ class Started:
 
     def has_ended(self) -> bool:
         return self.process.poll() is not None
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = START_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.run import Run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
+from tests.support.command import wait_until
 
 # --- A request in the run directory is a signal to its driver, and to no other process ---
 
@@ -52,10 +52,7 @@ def ask(writer: RunWriter, request: StopRequest | str) -> None:
     beside = writer.layout.root / "beside"
     beside.write_text(request if isinstance(request, str) else text(request))
     beside.replace(writer.layout.stop_json)
-    deadline = time.monotonic() + 60
-    while writer.layout.stop_json.exists():
-        assert time.monotonic() < deadline, "nobody took the request"
-        time.sleep(0.01)
+    wait_until(lambda: not writer.layout.stop_json.exists())
 
 
 def message(signals: Signals) -> SignalReceived:

@@ -19,6 +19,7 @@ import pytest
 from ddptrain import log
 from ddptrain.driver.display import Display
 from ddptrain.protocol.events import Metrics, Progress
+from tests.support.command import wait_until
 from tests.unit.driver.display.live_events import expect, numbers
 
 
@@ -67,13 +68,6 @@ class Shown:
         self.display.close(**how)
         for file in self._files:
             file.close()
-
-
-def wait_until(condition: Any, what: str) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 def stuck_pipe() -> tuple[int, TextIO]:

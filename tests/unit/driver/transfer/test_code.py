@@ -23,6 +23,7 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest
 from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
+from ddptrain.worker.spool import write_chunk
 
 # --- What of a project goes along, and what stays at home ---
 
@@ -222,7 +223,7 @@ class Cluster:
                 return worker in self.sees
             case "write_spool":
                 _, path, offset, data = arguments
-                return driver_calls._write_below(scratch, path, offset, b"no" if worker in self.cut else data)
+                return write_chunk(scratch / path, offset, b"no" if worker in self.cut else data)
             case "holds_file":
                 path = Path(arguments[0])
                 return path.is_relative_to(scratch) and path.read_text() == arguments[1]

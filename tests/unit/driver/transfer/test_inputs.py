@@ -22,7 +22,9 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.protocol.rank_spec import Placement
 from ddptrain.worker import driver_calls
-from tests.unit.worker.stubs import has_ended, until
+from ddptrain.worker.spool import write_chunk
+from tests.support.command import wait_until
+from tests.unit.worker.stubs import has_ended
 
 PREPARES = """
 import os, sys, time
@@ -143,7 +145,16 @@ inputs.wait(lambda pid: print(pid, flush=True))
         assert driver.stdout is not None
         pid = int(driver.stdout.readline())
         driver.send_signal(signal.SIGKILL)
-    until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
+    wait_until(lambda: has_ended(pid), "the end of a process that has outlived its driver")
+
+
+def write(path: Path, offset: int, data: bytes) -> str:
+    """Write bytes of a file as a worker does; return its path there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return str(path)
 
 
 class Elsewhere:
@@ -158,7 +169,7 @@ class Elsewhere:
             return {worker: worker not in self.far and Path(words[0]).read_text() == words[1] for worker in workers}
         assert function is driver_calls.write_spool
         _, path, offset, data = words
-        return {worker: driver_calls._write_below(self.root / worker, path, offset, data) for worker in workers}
+        return {worker: write_chunk(self.root / worker / path, offset, data) for worker in workers}
 
 
 def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:

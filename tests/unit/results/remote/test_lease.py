@@ -5,8 +5,6 @@ import json
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -15,6 +13,7 @@ import pytest
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote.lease import LOCK, Claim, Lease, claim_from
 from ddptrain.storage.store import Limits, NoConditionalWrites, StoreError, Versioned, WriteConflict
+from tests.support.command import wait_until
 
 OTHER = Claim("elsewhere", 7, 0.0, "token", 0.0, machine="elsewhere")
 
@@ -65,13 +64,6 @@ class Conditional:
 @pytest.fixture
 def store() -> Any:
     return Conditional()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store(store: Any) -> None:

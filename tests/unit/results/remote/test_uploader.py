@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.store import StoreError
+from tests.support.command import wait_until
 from tests.unit.results.stores import watched_store
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
@@ -64,13 +64,6 @@ def kept(writer: RunWriter, stage: Stage) -> Iterator[Kept]:
     if writer.layout.root.exists():
         writer.finish(RunStatus.SUCCEEDED, 0)
     made.uploads.close(0.1)
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept: Kept) -> None:

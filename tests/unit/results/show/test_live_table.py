@@ -74,6 +74,7 @@ def test_watch_prints_lines_elsewhere_and_raises_the_failure(
     with pytest.raises(TrainingFailed, match="rank 1 on h: ValueError: no"):
         Handle("r-3", str(run_dir)).watch()
     assert capsys.readouterr().out == "epoch 1\n"
+    assert "<td>rank 1 on h: ValueError: no</td>" in Handle("r-3", str(run_dir))._repr_html_()
 
 
 def test_table_has_the_end_and_escapes_texts(tmp_path: Path) -> None:

@@ -62,19 +62,6 @@ def checkpoints_online(folder: Path, backend: Backend, count: int) -> Iterator[s
 
 
 @pytest.mark.long
-def test_checkpoints_are_sent_while_the_run_is_on_and_leave_nothing_behind(tmp_path: Path, backend: Backend) -> None:
-    with checkpoints_online(tmp_path, backend, 2) as rank:
-        said, _ = rank.communicate("end\n", timeout=PATIENCE_S)
-    assert rank.returncode == 0, said
-    assert "W&B lacks" not in said
-    sent = [each for each in backend.artifacts.values() if each.type == "model"]
-    assert [each.state for each in sent] == ["COMMITTED"] * 2
-    assert [each.files["model.safetensors"] for each in sent] == [bytes([step]) * 1000 for step in (1, 2)]
-    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 1000]
-    assert not left
-
-
-@pytest.mark.long
 def test_checkpoints_that_came_too_fast_for_the_server_are_counted(tmp_path: Path, backend: Backend) -> None:
     backend.held = "CommitArtifact"
     with checkpoints_online(tmp_path, backend, 6) as rank:

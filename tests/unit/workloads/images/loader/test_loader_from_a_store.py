@@ -20,7 +20,7 @@ from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S
 from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.servers.images_on_s3 import ImageBucket, images_on_s3
-from tests.unit.worker.stubs import until
+from tests.support.command import wait_until
 
 if TYPE_CHECKING:  # every test process would import torch, for 2 s
     from ddptrain.rank.loader import RankLoader
@@ -114,7 +114,7 @@ def test_store_that_does_not_answer_for_a_while_is_waited_for(served: Served) ->
     served.proxy.inject(Fault("reset"))
 
     def answer_again() -> None:
-        until(lambda: served.proxy.counts().get("faults", 0) > 12, "a third try of each request")
+        wait_until(lambda: served.proxy.counts().get("faults", 0) > 12, "a third try of each request")
         served.proxy.reset()
 
     back = threading.Thread(target=answer_again)
