@@ -128,11 +128,6 @@ class RetrainRecord(JsonRecord):
         """Whether it has no end yet: it is running, or its process was killed."""
         return self.status == RetrainStatus.RUNNING
 
-    @property
-    def is_success(self) -> bool:
-        """Whether the model is up to date afterwards."""
-        return self.status in (RetrainStatus.PROMOTED, RetrainStatus.UNCHANGED)
-
 
 class RetrainRecords:
     """The retrainings of one model. All methods raise StoreError if the registry cannot be read or written.

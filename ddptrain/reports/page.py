@@ -30,9 +30,8 @@ from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials, hide_secrets
 from ddptrain.reports.artifacts import read_artifacts
 from ddptrain.reports.curves import Line, page_data, read_lines, read_system_lines, summaries
-from ddptrain.reports.facts import last_lines, rank_results, user_frames
+from ddptrain.reports.facts import last_lines, rank_results, read_timeline, user_frames
 from ddptrain.reports.markdown import is_plain_link
-from ddptrain.reports.timeline import read_timeline
 from ddptrain.results.compare import flat
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.metrics import finite_number

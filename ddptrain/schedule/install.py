@@ -114,8 +114,10 @@ def install(entry: Entry) -> list[str]:
 
     Returns what was done, in lines. Raises UsageError, ClusterError: then everything is as before.
     """
-    before = next((each for each in installed()[0] if each.name == entry.name and not _replaces(entry, each)), None)
-    if before is not None:
+    replaced = (entry.config, entry.target, entry.system)
+    for before in installed()[0]:
+        if before.name != entry.name or (before.config, before.target, before.system) == replaced:
+            continue
         scheduler = f"{before.target}{' of the system' if before.system else ''}"
         raise UsageError(
             f"there is a schedule {entry.name} already, of {before.config} with {scheduler}: choose another "
@@ -135,10 +137,6 @@ def install(entry: Entry) -> list[str]:
         raise
     _log.info("schedule installed", schedule=entry.name, target=entry.target)
     return done
-
-
-def _replaces(new: Entry, old: Entry) -> bool:
-    return (new.config, new.target, new.system) == (old.config, old.target, old.system)
 
 
 def uninstall(name: str) -> Entry:

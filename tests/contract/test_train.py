@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,14 @@ def test_run_directory_of_an_earlier_version_is_shown(project: Project, shared_c
     assert project.record()["status"] == "succeeded"
     project("results", "show", "latest", rc=0)
     project("results", "report", "latest", rc=0)
+
+
+def test_copy_of_the_image_training_is_a_workload(project: Project) -> None:
+    source = Path(__file__).parents[2] / "ddptrain" / "workloads" / "images" / "train.py"
+    project.write("mine.py", source.read_text())
+    small = {"architecture": "small_cnn", "image_size": 16, "epochs": 1, "loader_workers": 0, "subset": 2}
+    config = {"workload": "mine:train", "cluster": {"ranks": 2}, "params": small}
+    project.write("mine.yaml", json.dumps(config))
+    done = project("train", "mine.yaml", rc=0)
+    assert "200 images of 2 classes in builtin: 160 to train on, 40 to validate with" in done.stdout
+    assert 0 <= project.record()["last_metrics"]["val/accuracy"] <= 1

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import TrainingFailed
-from ddptrain.workloads.images.manifest import Manifest
+from ddptrain.file_ops import temp_folder, write_atomic
+from ddptrain.isolated import Isolated
+from ddptrain.workloads.images import listing
+from ddptrain.workloads.images.manifest import FILE, Manifest
 from ddptrain.workloads.images.params import CacheParams, ImagesParams
 from ddptrain.workloads.images.reader import Cache, Reader, ReadFailure
 
@@ -161,6 +164,25 @@ class Images(Dataset[Batch]):
         train, labels = self._manifest.train, self._manifest.labels
         same = train[(labels[train] == labels[index]) & (train != index)].tolist()
         yield from draw.sample(same, len(same))
+
+
+def image_list(ctx: RankContext, params: Mapping[str, Any]) -> Manifest:
+    """Return the list of images that the driver has made for `workload: images`. For a copy of it, rank 0 makes it.
+
+    Rank 0 uses another process: a DataLoader can't fork one that has connections to a store. Raises UsageError,
+    StoreError.
+    """
+    if ctx.inputs is not None:
+        return Manifest.read(ctx.inputs)
+    with temp_folder("ddptrain-images-") as folder:
+        if ctx.rank == 0:
+            with Isolated(f"{listing.__name__}:list_for_copy", [dict(params), str(folder)]) as process:
+                for text in process.answers():
+                    ctx.say(text)
+        found = [(folder / FILE).read_bytes() if ctx.rank == 0 else b""]
+        dist.broadcast_object_list(found)
+        write_atomic(folder / FILE, found[0])
+        return Manifest.read(folder)
 
 
 def train_loader(ctx: RankContext, manifest: Manifest, settings: ImagesParams) -> RankLoader:

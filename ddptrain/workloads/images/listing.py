@@ -112,6 +112,11 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         manifest.write(folder)
 
 
+def list_for_copy(request: Sequence[Any], send: Callable[[Any], None]) -> None:
+    """Do the same in a process of a rank (see isolated.py). request: the parameters, and the folder."""
+    prepare(request[0], Path(request[1]), send)
+
+
 @dataclass(frozen=True, slots=True)
 class GivenImage:
     """A file that `predict` gets, or an argument that names none, with the reason."""

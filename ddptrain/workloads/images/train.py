@@ -1,6 +1,7 @@
 """Trains an image classifier: the training loop of each rank, its validation, and the evaluation of checkpoints.
 
-Copy this file to begin a training of your own: `Images` in data.py reads batches, model.py builds the network.
+Copy this file to begin a training of your own, as `workload: train:train`; the copy runs as it is. `Images` in data.py
+reads batches, model.py builds the network.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddptrain.config.wording import counted, listed
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data import BadImages, Batch, train_loader, val_loader
+from ddptrain.workloads.images.data import BadImages, Batch, image_list, train_loader, val_loader
 from ddptrain.workloads.images.listing import evaluated_only, evaluated_params
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.model import ModelInput, SavedConfig, answer_names, load_classifier, new_model
@@ -50,7 +51,7 @@ _MOST_NAMED = 5
 def train(ctx: RankContext, **params: Any) -> None:
     """Train an image classifier on all ranks; `params` are those of ImagesParams."""
     settings = ImagesParams.model_validate(params)
-    images = image_list(ctx)
+    images = image_list(ctx, params)
 
     torch.manual_seed(settings.seed + ctx.rank)  # all ranks get rank 0's weights; each rank has a dropout of its own
     model, config = new_model(ctx, settings, images.classes)
@@ -166,13 +167,6 @@ def validate(
     return {name: total / count if count else math.nan for name, total in zip(names, totals, strict=True)}
 
 
-def image_list(ctx: RankContext) -> Manifest:
-    """Return the list of images that the driver has made. Raises UsageError if there is none."""
-    if ctx.inputs is None:
-        raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
-    return Manifest.read(ctx.inputs)
-
-
 def make_optimizer(settings: ImagesParams, parameters: Iterable[Tensor]) -> Optimizer:
     """Return the optimizer that params.optimizer selects."""
     shared: dict[str, Any] = {"lr": settings.base_lr, "weight_decay": settings.weight_decay, "fused": True}
@@ -282,15 +276,21 @@ class Pictures:
         """Keep the images of every fourth batch for the table, until all ranks together have 1,000."""
         n_left = math.ceil(_MOST_TRAINED / self._ctx.world_size) - len(self._trained)
         if n_left > 0 and number % _STEPS_BETWEEN == 0:  # the first batch, too: an epoch may be short
-            self._trained += answers_of(batch, logits)[:n_left]
+            kept = answers_of(batch, logits)[:n_left]
+            self._trained += [(pixels.clone(), label, output, score) for pixels, label, output, score in kept]
 
     def validated(self, batch: Batch, logits: Tensor) -> None:
         """Add the predictions of a batch, and keep its mistakes if they are among the worst of this rank."""
         answers = answers_of(batch, logits)
         for index, (_, label, output, score) in zip(batch.index.tolist(), answers, strict=True):
             self._predictions.writerow((self._keys[index], *self._words(label, output), f"{score:.6g}"))
-        wrong = [answer for answer in answers if answer[2] != self._outputs[answer[1]]]
-        self._mistakes = sorted([*self._mistakes, *wrong], key=lambda answer: -answer[3])[:_MOST_MISTAKES]
+        least = self._mistakes[-1][3] if len(self._mistakes) == _MOST_MISTAKES else 0.0
+        self._mistakes += [
+            (thumbnail(pixels, self._side), label, output, score)  # the batch need not stay
+            for pixels, label, output, score in answers
+            if output != self._outputs[label] and score > least
+        ]
+        self._mistakes = sorted(self._mistakes, key=lambda answer: -answer[3])[:_MOST_MISTAKES]
 
     def save(self, step: int, *, has_validated: bool) -> None:
         """Save the tables. All ranks must call it."""
@@ -321,7 +321,7 @@ class Pictures:
             owner, number = divmod(place, n)
             if owner == rank and number < len(self._mistakes):
                 image, label, output, _ = self._mistakes[number]
-                pixels[row], labels[row] = thumbnail(image, self._side), torch.tensor([label, output])
+                pixels[row], labels[row] = image, torch.tensor([label, output])
         dist.all_reduce(pixels)  # each row comes from one rank, the others have 0
         dist.all_reduce(labels)
         found = zip(pixels.cpu(), labels.tolist(), highest[:n].tolist(), strict=True)
@@ -331,7 +331,7 @@ class Pictures:
 def answers_of(batch: Batch, logits: Tensor) -> list[Answer]:
     """Return what the model says about each image of a batch."""
     scores, outputs = (column.tolist() for column in logits.detach().float().softmax(1).max(1))
-    return list(zip(batch.images.clone(), batch.labels.tolist(), outputs, scores, strict=True))
+    return list(zip(batch.images, batch.labels.tolist(), outputs, scores, strict=True))
 
 
 def thumbnail(image: Tensor, side: int) -> Tensor:

@@ -13,8 +13,8 @@ from PIL import Image
 
 from ddptrain.reports.artifacts import read_artifacts
 from ddptrain.reports.curves import MEAN, page_data, read_lines, thinned
+from ddptrain.reports.facts import read_timeline
 from ddptrain.reports.page import RunCard, SweepTable, page_json, runs_page, safe_text
-from ddptrain.reports.timeline import read_timeline
 from ddptrain.results.run import Run
 from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
 from tests.unit.reports.runs import failed_run, run

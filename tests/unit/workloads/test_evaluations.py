@@ -22,11 +22,11 @@ from ddptrain.workloads.images.data import BadImages, Batch, TooManyBadImages
 from ddptrain.workloads.images.model import ModelInput
 from ddptrain.workloads.images.train import validate
 from ddptrain.workloads.petnames import train as names_training
-from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.generate import sample_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.names import STOP_ID
 from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.train import NameDataset
 from tests.unit.workloads.images_runs import description, make_manifest, make_run, model_of_colours, picture
 from tests.unit.workloads.test_petnames_generate import save_checkpoint
 

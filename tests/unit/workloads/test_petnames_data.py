@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import names as source_of_names
-from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.names import (
     SYMBOLS,
@@ -27,6 +26,7 @@ from ddptrain.workloads.petnames.names import (
     split_names,
 )
 from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.train import NameDataset
 
 # --- petnames data ---
 

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from ddptrain.workloads.petnames.data import NameDataset
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.names import load_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.train import NameDataset
 from tests.unit.workloads.petnames_ranks import run_ranks
 
 # The limit is that of the three ranks that all tests look at, also on a machine with other work.
