@@ -199,6 +199,7 @@ class Run:
 
     def _stop_target(self) -> StopTarget:
         from ddptrain.driver.control.stop import StopTarget
+        from ddptrain.results.run import Run as RecordedRun
 
         look = {"look_every_s": _STORE_POLL_S} if self._is_stored else {}
         return StopTarget(RecordedRun(self._folder), self._view, **look)

@@ -32,7 +32,8 @@ for name in "argv orig_argv warnoptions _xoptions executable prefix path dont_wr
     seen["sys." + name] = getattr(sys, name)
 seen["flags"] = str(sys.flags)
 seen["flags of children"] = subprocess._args_from_interpreter_flags()
-seen["hooks"] = [repr(getattr(sys, name)) for name in ("excepthook", "displayhook", "unraisablehook", "breakpointhook")]
+seen["hooks"] = [repr(getattr(sys, name)) for name in ("excepthook", "displayhook", "unraisablehook")]
+seen["breakpoint hook"] = repr(sys.breakpointhook)
 seen["finders"] = [getattr(each, "__name__", type(each).__name__) for each in sys.meta_path]
 seen["limits"] = [sys.getrecursionlimit(), sys.getswitchinterval(), sys.gettrace(), sys.getprofile()]
 seen["encodings"] = [sys.getfilesystemencoding(), sys.getfilesystemencodeerrors(), locale.getpreferredencoding()]
@@ -73,6 +74,7 @@ DIFFERENT = {
     "descriptors": "the log, the events and the commands",
     "threads": "one that reads commands",
     "thread hook": "reports failures of threads",
+    "breakpoint hook": "names --debug",
     "fault handler": "prints stacks of crashes",
     "filters": "those that torch and the modules it imports add",
     "group": "no session of its own",
