@@ -59,6 +59,20 @@ def test_files_that_comments_and_design_pages_name_exist() -> None:
     assert missing == []
 
 
+def test_names_in_the_pages_about_the_code_are_names_of_the_code() -> None:
+    of_examples = {"NAME", "VERSION", "max_memory_gb"}
+    files = [path for folder in ("ddptrain", "tests") for path in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci/run", *(ROOT / "configs").glob("*.yaml")]
+    words = {word for path in files for word in re.findall(r"\w+", f"{path} {path.read_text(errors='replace')}")}
+    missing = {
+        name
+        for page in ("docs/design.md", "CONTRIBUTING.md")
+        for name in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL))
+        if not any(each in name for each in of_examples) and not words.issuperset(re.findall(r"\w{2,}", name))
+    }
+    assert missing == set()
+
+
 def test_package_of_every_tracker_is_installed_or_in_its_extra() -> None:
     always = {Requirement(text).name for text in PROJECT["dependencies"]}
     for tracker in TRACKERS.built_in:
