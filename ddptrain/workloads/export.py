@@ -76,7 +76,7 @@ def describe_model(run_dir: Path, workload: str) -> dict[str, Any]:
 
 
 def _images(run_dir: Path) -> dict[str, Any]:
-    from ddptrain.workloads.images.data import CENTRE
+    from ddptrain.workloads.images.decode import CENTRE
     from ddptrain.workloads.images.model import load_model
 
     saved = load_model(run_dir)

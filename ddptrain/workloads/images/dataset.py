@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from ddptrain.isolated import Isolated
 from ddptrain.storage.store import UNKNOWN_SIZE, Listed, Location
-from ddptrain.workloads.images.data import FORMATS
+from ddptrain.workloads.images.decode import FORMATS
 from ddptrain.workloads.images.listing import list_images
 from ddptrain.workloads.images.reader import REQUESTS, SURVIVE_A_FORK, Cache, Reader, ReadFailure
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.data import CorruptImage, decode_eval, ignore_pillow_warnings, loader_workers
+from ddptrain.workloads.images.data import loader_workers
+from ddptrain.workloads.images.decode import CorruptImage, decode_eval, ignore_pillow_warnings
 from ddptrain.workloads.images.listing import GivenImage
 from ddptrain.workloads.images.model import ModelInput, SavedModel
 

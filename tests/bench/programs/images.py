@@ -60,7 +60,7 @@ def s3_image_folder(bucket: str) -> Iterator[int]:
 
 def from_memory(folder: str, count: int) -> Iterator[int]:
     """Sizes of batches that this process decodes and transforms as those of S3 are, from bytes that it holds."""
-    from ddptrain.workloads.images.data import decode_pixels
+    from ddptrain.workloads.images.decode import decode_pixels
 
     encoded = [path.read_bytes() for path in sorted(Path(folder).rglob("*.jpg"))]
     draw, n_bytes = random.Random(), SIZE * SIZE * 3

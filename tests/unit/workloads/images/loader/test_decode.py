@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from ddptrain.workloads.images import data as loader_decode
-from ddptrain.workloads.images.data import CorruptImage, decode_eval, decode_pixels
+from ddptrain.workloads.images import decode as loader_decode
+from ddptrain.workloads.images.decode import CorruptImage, decode_eval, decode_pixels
 
 # --- decode ---
 
