@@ -19,11 +19,11 @@ from ddptrain.workloads.images.data import (
     Batch,
     Images,
     TooManyBadImages,
-    decode_eval,
     loader_workers,
     train_loader,
     val_loader,
 )
+from ddptrain.workloads.images.decode import decode_eval
 from ddptrain.workloads.images.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.servers.images_on_s3 import draw_folder
