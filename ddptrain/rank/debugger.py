@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from torch import distributed
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from ddptrain.errors import UsageError
@@ -43,11 +44,11 @@ def prepare(spec: RankSpec, debug: Debug, emitter: Emitter) -> Debugger | None:
 
 def _wait_longer() -> None:
     """Replace the time limits of all process groups, also those that the user's code gives."""
-    for name in ("init_process_group", "new_group"):
+    for name in ("init_process_group", "new_group", "split_group"):
         make = getattr(c10d, name)
         patient = functools.wraps(make)(functools.partial(_with_long_limit, make, inspect.signature(make)))
-        setattr(c10d, name, patient)
-        setattr(distributed, name, patient)
+        for module in (c10d, distributed, device_mesh):
+            setattr(module, name, patient)
 
 
 def _with_long_limit(make: Any, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
