@@ -9,7 +9,7 @@ The keys of the store, below ddptrain/<attempt>/; <r> is a rank:
     end/<r>               rank r, when it is asked to end                 all ranks in their next call of ctx.checkpoint
     state/<n>/<r>         rank r for the n-th checkpoint                  the writer of rank 0, which deletes it
     done/<r>              rank r, when its workload has returned          the writer of rank 0: no state will follow
-    early/<call>          rank 0 where ranks may end early, see Patience  the other ranks in the same place
+    early/<place>/<n>     rank 0 where ranks may end early, see Patience  the other ranks in the same place
 """
 
 from __future__ import annotations
@@ -288,7 +288,6 @@ class Patience:
     waited: int = 0
     last: tuple[str, float] = ("", math.nan)
     names: set[str] = field(default_factory=set)  # of the first values that were logged
-    has_ended: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -316,7 +315,7 @@ class Patience:
 
     def end(self) -> StoppedEarly:
         """Return the event for the end of training."""
-        self.has_ended, best = True, math.nan if self.best is None else self.best
+        best = math.nan if self.best is None else self.best
         return StoppedEarly(time.time_ns(), str(self.settings.metric), best, self.waited, self.step, self.epoch)
 
     def problem(self, *, could_end: bool) -> str:
