@@ -104,9 +104,9 @@ class TerminalDebugger(Debugger):
         """Open pdb at the place of an exception, unless the exception only says that another rank has ended."""
         if not isinstance(error, Exception) or isinstance(error, bdb.BdbQuit) or failure.lost_peer(error):
             return
-        print("Uncaught exception. Entering post mortem debugging: the failure is reported when you leave it.")
         self.in_post_mortem = True
-        with contextlib.suppress(bdb.BdbQuit):
+        with contextlib.suppress(Exception):  # BdbQuit, and the code may have closed stdout: the failure is reported
+            print("Uncaught exception. Entering post mortem debugging: the failure is reported when you leave it.")
             pdb.post_mortem(failure.users_frames(error.__traceback__))
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -86,6 +86,12 @@ def test_exception_opens_the_debugger_before_the_others_are_stopped(project: Pro
     assert len(project.record()["attempts"]) == 1, "the ranks are not started again"
 
 
+def test_failure_is_reported_if_the_debugger_cannot_print(project: Project, shared_cluster: str) -> None:
+    code = "def train(ctx):\n    import sys\n    sys.stdout.close()\n    raise ValueError('no luck')\n"
+    command = "train", project.function(code), "--debug", "--cluster", shared_cluster, "--ranks", "1"
+    assert "ValueError: no luck" in project(*command, stdin="q\n", rc=1).stderr
+
+
 def test_input_of_the_code_is_read_from_the_terminal(project: Project, shared_cluster: str) -> None:
     config = project.function(SLOW, params={"fault": "input"})
     done = project("train", config, "--debug", "--cluster", shared_cluster, "--ranks", "1", stdin="Rex\n", rc=0)
