@@ -214,8 +214,8 @@ VerboseOption = Annotated[
 ]
 
 
-def debug_rank(rank: int | None, listen: str | None, output: str, *, detach: bool) -> Debug | None:
-    """Return what --debug and --listen ask for. Raises UsageError."""
+def debug_rank(rank: int | None, listen: str | None, output: str, unfit: str = "") -> Debug | None:
+    """Return what --debug and --listen ask for. `unfit`: an option that leaves no terminal. Raises UsageError."""
     from ddptrain.driver.control.debugger import check_input
     from ddptrain.protocol.rank_spec import Debug
 
@@ -228,8 +228,7 @@ def debug_rank(rank: int | None, listen: str | None, output: str, *, detach: boo
         return Debug(rank or 0, int(port), host.strip("[]") or "127.0.0.1")
     if rank is None:
         return None
-    if detach or output == "json":
-        unfit = "--detach" if detach else "--output json"
+    if unfit := unfit or ("--output json" if output == "json" else ""):
         raise UsageError(f"--debug connects this terminal to the debugger: leave {unfit} out, or give --listen PORT")
     check_input()
     return Debug(rank)

@@ -90,7 +90,7 @@ def run(
         launch = LaunchOptions(
             run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks, shown
         )
-        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach))
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, "--detach" if detach else ""))
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach)
 
 

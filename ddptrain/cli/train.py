@@ -60,7 +60,8 @@ def train(
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(run_id, output.value, resume, allow_changes, opt.wants_full_traceback(), all_ranks)
-        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, detach=detach or submit))
+        unfit = "--detach" if detach else "--submit" if submit else ""
+        launch = replace(launch, debug=opt.debug_rank(debug, listen, output, unfit))
         start(ctx, resolved, reporting, launch, ready=ready, dry_run=dry_run, detach=detach, submit=submit)
 
 

@@ -65,7 +65,7 @@ class RankSpecs:
         # The worker of a local cluster has the whole environment of the shell.
         shell = {} if config.cluster.is_embedded else variables_of_shell(os.environ)
         common: dict[str, Any] = {
-            "config": rank_sections(config, profile=plan is None),
+            "config": rank_sections(config, is_training=plan is None),
             "group": process_group(config, places, DEBUG_TIMEOUT_S if self.debug else None),
             "debug": self.debug,
             "resume_step": checkpoint.step if checkpoint is not None else 0,
@@ -114,10 +114,10 @@ class RankSpecs:
         return roots
 
 
-def rank_sections(config: RunConfig, *, profile: bool = True) -> RunConfig:
-    """Return the sections of the configuration as ranks get them. `profile`: whether the ranks record what it says."""
+def rank_sections(config: RunConfig, *, is_training: bool = True) -> RunConfig:
+    """Return the sections of the configuration as ranks get them; without `is_training` not those of training alone."""
     raw = config.model_dump(mode="json", exclude={"params", "env"})
-    return sections(raw if profile else {**raw, "profile": None})
+    return sections(raw if is_training else {**raw, "profile": None, "stop_early": None})
 
 
 def process_group(config: RunConfig, places: Sequence[RankPlace], timeout_s: float | None = None) -> ProcessGroup:

@@ -214,8 +214,10 @@ class Run:
         if is_training:
             self.observers.append(InstalledObservers(self._warn))
         nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
-        nan = "warn" if debug is not None and nan == "stop" else nan
-        self.failure = self.config.failure.model_copy(update={"nan": nan})
+        changes: dict[str, object] = {"nan": nan}
+        if debug is not None:  # its end is the end of the run
+            changes = {"nan": "warn" if nan == "stop" else nan, "max_restarts": 0, "max_losses": 0}
+        self.failure = self.config.failure.model_copy(update=changes)
         activity = "training" if is_training else "evaluating"
         self.recorder = Recorder(self.writer, self.observers, self.config.checkpoint.metric, activity, self.failure)
         python = python_of(self.environment.digest) if self.environment is not None else ""
@@ -342,7 +344,7 @@ class Run:
             self.options.debug,
             self.recorder.status,
         )
-        restarts = RestartPolicy(self.config.failure)
+        restarts = RestartPolicy(self.failure)
         checkpoint = self._resumed()
         while True:
             places = self._reserve(session, workers)

@@ -9,7 +9,7 @@ The keys of the store, below ddptrain/<attempt>/; <r> is a rank:
     end/<r>               rank r, when it is asked to end                 all ranks in their next call of ctx.checkpoint
     state/<n>/<r>         rank r for the n-th checkpoint                  the writer of rank 0, which deletes it
     done/<r>              rank r, when its workload has returned          the writer of rank 0: no state will follow
-    early/<call>          rank 0 where ranks may end early, see Patience  the other ranks in the same place
+    early/<place>/<n>     rank 0 where ranks may end early, see Patience  the other ranks in the same place
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Agreement:
         self.patience = Patience(early) if early is not None else None
         self.counts_epochs = False  # the workload is in a loop over ctx.epochs, which ends early
         self._places: Counter[str] = Counter()  # of calls of stops_early
-        self._skipped = False  # the last call of ctx.checkpoint has saved nothing
+        self._stops = False  # a checkpoint was saved since training should end
+        self._skipped = False  # the last call of ctx.checkpoint has saved nothing, and none since training should end
 
     @property
     def ends_early(self) -> bool:
@@ -122,7 +123,8 @@ class Agreement:
         due = due or last or ends
         is_whole = epoch is not None and epoch == int(epoch)
         stops = (due or is_whole) and self.stops_early("checkpoint")
-        self._skipped = not (due or stops)
+        self._stops = self._stops or stops
+        self._skipped = not (due or self._stops)
         return due or stops, ends, stops and not (ends or last)
 
     def stops_early(self, place: str) -> bool:
@@ -144,7 +146,8 @@ class Agreement:
 
     def ends_epochs(self) -> bool:
         """Return whether the loop over ctx.epochs ends early, before its next epoch: not without a checkpoint."""
-        return self.stops_early("epochs") and not self._skipped
+        self._stops = (over := self.stops_early("epochs")) and self._stops
+        return over and not self._skipped
 
     def _is_due(self, number: int, step: int, epoch: float | None) -> bool:
         when = self._spec.config.checkpoint
@@ -288,7 +291,6 @@ class Patience:
     waited: int = 0
     last: tuple[str, float] = ("", math.nan)
     names: set[str] = field(default_factory=set)  # of the first values that were logged
-    has_ended: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -316,7 +318,7 @@ class Patience:
 
     def end(self) -> StoppedEarly:
         """Return the event for the end of training."""
-        self.has_ended, best = True, math.nan if self.best is None else self.best
+        best = math.nan if self.best is None else self.best
         return StoppedEarly(time.time_ns(), str(self.settings.metric), best, self.waited, self.step, self.epoch)
 
     def problem(self, *, could_end: bool) -> str:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from torch import distributed
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from ddptrain.errors import UsageError
@@ -43,11 +44,11 @@ def prepare(spec: RankSpec, debug: Debug, emitter: Emitter) -> Debugger | None:
 
 def _wait_longer() -> None:
     """Replace the time limits of all process groups, also those that the user's code gives."""
-    for name in ("init_process_group", "new_group"):
+    for name in ("init_process_group", "new_group", "split_group"):
         make = getattr(c10d, name)
         patient = functools.wraps(make)(functools.partial(_with_long_limit, make, inspect.signature(make)))
-        setattr(c10d, name, patient)
-        setattr(distributed, name, patient)
+        for module in (c10d, distributed, device_mesh):
+            setattr(module, name, patient)
 
 
 def _with_long_limit(make: Any, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
@@ -103,9 +104,9 @@ class TerminalDebugger(Debugger):
         """Open pdb at the place of an exception, unless the exception only says that another rank has ended."""
         if not isinstance(error, Exception) or isinstance(error, bdb.BdbQuit) or failure.lost_peer(error):
             return
-        print("Uncaught exception. Entering post mortem debugging: the failure is reported when you leave it.")
         self.in_post_mortem = True
-        with contextlib.suppress(bdb.BdbQuit):
+        with contextlib.suppress(Exception):  # BdbQuit, and the code may have closed stdout: the failure is reported
+            print("Uncaught exception. Entering post mortem debugging: the failure is reported when you leave it.")
             pdb.post_mortem(failure.users_frames(error.__traceback__))
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> None:

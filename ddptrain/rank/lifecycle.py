@@ -16,6 +16,7 @@ import io
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 
 _EXIT_S = 1.0  # time for a finished rank to exit by itself
 _NEEDED_BY_FUNCTIONS = frozenset({"dask_pytorch_ddp", "pydantic", "pydantic_core", "safetensors"})
+_INSTALLED = re.compile("/(?:site|dist)-packages/")
+_NOT_THE_USERS = sys.stdlib_module_names | {"ddptrain"}  # also if the script is in the home directory, with its Python
 _LASTING = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -315,7 +318,7 @@ class RankLifecycle:
             PreemptedExit: the workload returned because the run was asked to end.
             OSError: a checkpoint could not be written.
         """
-        if self.spec.rank == 0 and (problem := self.agreement.no_early_stop()):
+        if self.spec.rank == 0 and not self.agreement.notified and (problem := self.agreement.no_early_stop()):
             self.emitter.note(problem, "warning")
         if self.context is None:
             note_unused(self.spec, self.emitter)
@@ -510,8 +513,8 @@ def _modules_of_the_user(spec: RankSpec) -> list[types.ModuleType]:
     found = [main]
     for name, module in list(sys.modules.items()):
         file = str(getattr(module, "__file__", None) or "")
-        is_installed = f"{os.sep}site-packages{os.sep}" in file or name.partition(".")[0] == "ddptrain"
-        if file.startswith(folders) and not is_installed and module is not main:
+        is_own = name.partition(".")[0] not in _NOT_THE_USERS and not _INSTALLED.search(file)
+        if file.startswith(folders) and is_own and module is not main:
             found.append(module)
     return found
 

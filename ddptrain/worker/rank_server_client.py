@@ -84,7 +84,8 @@ class RankServerClient:
     @property
     def ranks(self) -> int:
         """The number of ranks that were requested and have not ended."""
-        return sum(child.needed_by is None for child in self._children.values())
+        children = list(self._children.values())  # at once: other threads add and remove some
+        return sum(child.needed_by is None for child in children)
 
     def has(self, rank_id: str) -> bool:
         """Return whether the rank was requested and has not ended."""

@@ -19,6 +19,8 @@ SCRIPT = """
 
     distributed.init_process_group("gloo")
     number = 40 + distributed.get_rank()
+    mesh = distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("hosts", "ranks"))
+    group = mesh.get_group("ranks")._get_backend(torch.device("cpu"))
     breakpoint()
     total = torch.tensor(number)
     distributed.all_reduce(total)
@@ -49,8 +51,9 @@ SLOW = """
 def test_script_is_debugged_with_commands_of_a_pipe(project: Project, shared_cluster: str) -> None:
     script = project.write("job.py", SCRIPT)
     command = "run", "--debug", "--cluster", shared_cluster, "--ranks", "2", script
-    done = project(*command, stdin="p number\nnext\np total * 2\nc\n", rc=0)
+    done = project(*command, stdin="p number\np group.options._timeout.days\nnext\np total * 2\nc\n", rc=0)
     assert "(Pdb) 40\n" in done.stdout and "(Pdb) tensor(80)\n" in done.stdout
+    assert "(Pdb) 7\n" in done.stdout, "the groups of a mesh wait longer, too"
     assert "[rank 1] sum 81\n" in done.stdout
     assert re.search(r"^(\(Pdb\) )?sum 81$", done.stdout, re.MULTILINE), "lines of the debugged rank have no prefix"
 
@@ -75,11 +78,18 @@ def test_quit_ends_the_run_in_one_line(project: Project, shared_cluster: str) ->
 
 
 def test_exception_opens_the_debugger_before_the_others_are_stopped(project: Project, shared_cluster: str) -> None:
-    config = project.function(SLOW, params={"fault": "raise"})
+    config = project.function(SLOW, params={"fault": "raise"}, failure={"max_restarts": 1})
     typed = "import time; time.sleep(3)\np number\nup\nq\n"
     done = project("train", config, "--debug", "--cluster", shared_cluster, "--ranks", "2", stdin=typed, rc=1)
     assert "(Pdb) 40\n" in done.stdout
     assert re.search(r"run \S+ failed: rank [01] on \S+ failed first: ValueError: no luck 4", done.stderr)
+    assert len(project.record()["attempts"]) == 1, "the ranks are not started again"
+
+
+def test_failure_is_reported_if_the_debugger_cannot_print(project: Project, shared_cluster: str) -> None:
+    code = "def train(ctx):\n    import sys\n    sys.stdout.close()\n    raise ValueError('no luck')\n"
+    command = "train", project.function(code), "--debug", "--cluster", shared_cluster, "--ranks", "1"
+    assert "ValueError: no luck" in project(*command, stdin="q\n", rc=1).stderr
 
 
 def test_input_of_the_code_is_read_from_the_terminal(project: Project, shared_cluster: str) -> None:
@@ -102,7 +112,8 @@ def test_debug_that_cannot_work_is_refused(project: Project, shared_cluster: str
     run = "train", config, "--cluster", shared_cluster, "--ranks", "2"
     assert "--listen PORT" in project(*run, "--debug", rc=2).stderr, "stdin is empty"
     assert "ranks 0 to 1" in project(*run, "--debug", "2", rc=2, stdin="c\n").stderr
-    assert "--detach" in project(*run, "--debug", "--detach", rc=2, stdin="c\n").stderr
+    for option in ("--detach", "--submit"):
+        assert f"leave {option} out" in project(*run, "--debug", option, rc=2, stdin="c\n").stderr
     assert "--listen x:y" in project(*run, "--debug", "--listen", "x:y", rc=2).stderr
     assert not project.run_directories()
 
@@ -150,16 +161,20 @@ def test_ctrl_c_opens_the_debugger(project: Project, shared_cluster: str) -> Non
     os.close(terminal.master)
 
 
-def test_signal_ends_a_run_whose_debugger_waits(project: Project, shared_cluster: str) -> None:
+@pytest.mark.parametrize("by_command", [False, True])
+def test_run_whose_debugger_waits_is_ended(project: Project, shared_cluster: str, by_command: bool) -> None:
     inside, outside = os.pipe()  # stays open
     command = "train", project.function(SLOW), "--debug", "--cluster", shared_cluster, "--ranks", "1"
     running = project.start(*command, stdin=inside)
     running.wait_for("(Pdb) ")
-    os.kill(running.popen.pid, 15)
+    if by_command:
+        project("stop", "--now", "latest", rc=0)
+    else:
+        os.kill(running.popen.pid, 15)
     done = running.finish()
     os.close(inside)
     os.close(outside)
-    assert done.rc == 143 and "Fatal Python error" not in done.stderr
+    assert done.rc == (130 if by_command else 143) and "Fatal Python error" not in done.stderr
 
 
 def test_editor_that_connects_lets_the_code_begin(project: Project, shared_cluster: str) -> None:

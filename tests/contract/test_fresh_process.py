@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,18 @@ def test_files_that_a_script_leaves_open_are_complete(project: Project, shared_c
     read_back = subprocess.run([sys.executable, path], cwd=project.folder, capture_output=True, text=True, timeout=100)
     assert read_back.stdout.splitlines() == ["b'abc' b'content' [1]", "text saved"], read_back.stderr
     assert list(project.folder.glob("temporary-*")) == []
+
+
+def test_files_are_complete_if_python_is_below_the_working_directory(project: Project, shared_cluster: str) -> None:
+    code = """
+        import os, zipfile
+        archive = zipfile.ZipFile(os.path.join(os.path.dirname(__file__), "a.zip"), "w")
+        archive.writestr("name", "content")
+        archive.itself = archive  # only the garbage collector closes it
+    """
+    command = "run", "--runs-dir", project.folder / "runs", "--cluster", shared_cluster, "--ranks", "1"
+    project(*command, project.write("leaves.py", code), cwd=Path("/"), rc=0)
+    assert zipfile.ZipFile(project.folder / "a.zip").read("name") == b"content"
 
 
 def test_modules_of_the_script_are_found_before_those_of_the_rank_server(project: Project, shared_cluster: str) -> None:

@@ -54,6 +54,23 @@ def test_loop_of_the_code_ends_in_its_checkpoint(project: Project, shared_cluste
     assert "epochs:" not in done.stdout, "the code after the loop does not run"
 
 
+def test_epochs_end_after_a_checkpoint_in_their_middle(project: Project, shared_cluster: str) -> None:
+    code = """
+        import torch
+
+        def train(ctx):
+            for epoch in ctx.epochs(20):
+                for step in range(7 * epoch - 6, 7 * epoch + 1):
+                    ctx.checkpoint(model=torch.nn.Linear(1, 1), step=step)
+                ctx.log({"val/loss": 1.0}, step=step, epoch=epoch)
+            return epoch
+    """
+    config = project.function(code, stop_early={"patience": 2}, checkpoint={"every_steps": 5})
+    project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=0)
+    record = project.record()
+    assert (record["result"], record["checkpoints"][0]) == (4, "step-25")
+
+
 def test_patience_is_kept_over_a_resume(project: Project, shared_cluster: str) -> None:
     config = project.function(CODE, params={"fails_at": 5}, **EARLY)
     command = "train", config, "--cluster", shared_cluster, "--ranks", "2"

@@ -62,9 +62,9 @@ class DebuggerTerminal:
         threading.Thread(target=self._run, name="ddptrain-debugger", daemon=True).start()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Let Ctrl-C open the debugger from the beginning of the rank's work on."""
-        if event["event"] == "entered" and event["rank"] == self.rank:
-            self._signals.breaks = True
+        """Let Ctrl-C open the debugger from the beginning of the rank's work to its end."""
+        if event["event"] in ("entered", "rank_ended") and event["rank"] == self.rank:
+            self._signals.breaks = event["event"] == "entered"
 
     def on_end(self, run: Run) -> None:
         """Give the terminal back as it was."""

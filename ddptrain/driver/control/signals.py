@@ -46,7 +46,7 @@ class Signals:
         if (request := REQUESTS[signum]) is Request.FORWARD:
             self.inbox.put(SignalReceived(signum, request))
             return
-        if signum == signal.SIGINT and self.breaks:
+        if signum == signal.SIGINT and self.breaks and not self.now:
             self.breaks = False
             self.inbox.put(SignalReceived(signum, Request.BREAK))
             return

@@ -22,7 +22,7 @@ from ddptrain import log
 from ddptrain.driver.display.live import LiveRenderer, OtherRows
 from ddptrain.driver.display.renderers import JsonRenderer, PlainRenderer, Renderer
 from ddptrain.driver.display.summary import evaluation_lines, finished_event, summary_lines
-from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, notice, wants_colour
+from ddptrain.driver.display.terminal import Stream, choose_mode, format_own, harmless, notice, wants_colour
 from ddptrain.results.log_tail import READ_BYTES, LogLine, LogTail
 
 if TYPE_CHECKING:
@@ -270,7 +270,8 @@ class Display:
             return
         self._asked = None
         self._show_held()
-        debugger.ask("".join(line.text for line in tail.rest()) if tail is not None else "")
+        prompt = "".join(line.text for line in tail.rest()) if tail is not None else ""
+        debugger.ask(harmless(prompt) if self._stdout.is_terminal else prompt)
 
     def _read(self, rank: int, tail: LogTail) -> int:
         before = tail.offset

@@ -104,16 +104,16 @@ class Checkpoints:
         """
         self._compare(step)
         self._raise_error()
-        values, epoch = numbers(metrics), optional("epoch", epoch)
+        epoch = optional("epoch", epoch)
         if (patience := self._agreement.patience) is not None and self._spec.rank == 0:
-            patience.add("checkpoint", values, step, epoch)
+            patience.add("checkpoint", numbers(metrics), step, epoch)
         due, ends, early = self._agreement.call(step, epoch, last=last)
         due = due or self._waits
         self._waits = due and not last and not self._gradients.is_whole
         if not due or self._waits:
             return False, False, False
         began, rank, number = time.monotonic(), self._spec.rank, self._count + 1
-        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": values}
+        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": numbers(metrics)}
         encoded, gradients = plain_bytes(own), self._gradients.state()
         self._count, self._agreement.has_saved = number, True
         if rank != 0 and not is_sharded(model):

@@ -72,7 +72,9 @@ def test_sections_of_the_configuration_reach_the_rank_unchanged_without_secrets(
     assert found.failure.nan == "stop" and found.failure.hang_timeout_s == 8.0
     assert vars(found.checkpoint) == config.checkpoint.model_dump()
     assert not hasattr(found, "params") and not hasattr(found, "env")
-    assert rank_specs.rank_sections(load(profile={"steps": [1, 2]}).config, profile=False).profile is None
+    scored = load(profile={"steps": [1, 2]}, stop_early={"patience": 3}).config
+    scoring = rank_specs.rank_sections(scored, is_training=False)
+    assert (scoring.profile, scoring.stop_early) == (None, None)
 
 
 def test_built_in_workload_searches_no_folder_of_the_users(tmp_path: Path) -> None:

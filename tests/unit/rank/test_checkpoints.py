@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -235,6 +236,15 @@ def test_checkpoints_are_due_every_so_many_epochs_and_at_the_last(make_rank: Mak
     rank, model = make_rank(every_epochs=3), torch.nn.Linear(1, 1)
     due = [rank.context.checkpoint(model=model, step=e, epoch=e, last=e == 7) for e in range(1, 8)]
     assert due == [False, False, True, False, False, True, True]
+
+
+def test_metrics_are_read_only_for_a_checkpoint_that_is_due(make_rank: MakeRank) -> None:
+    rank, model, loss = make_rank(every_epochs=2), torch.nn.Linear(1, 1), Mock()
+    loss.shape, loss.item.return_value = (), 0.5  # a value on a GPU, for which the rank would wait
+    rank.context.checkpoint(model=model, step=1, epoch=1, metrics={"val/loss": loss})
+    assert not loss.item.called
+    rank.context.checkpoint(model=model, step=2, epoch=2, metrics={"val/loss": loss})
+    assert [event.metrics for event in rank.events(events.CheckpointSaved)] == [{"val/loss": 0.5}]
 
 
 def test_step_of_a_checkpoint_is_whole(rank: Rank) -> None:
