@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
-from ddptrain.config.rank_settings import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
+from ddptrain.config.rank_settings import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile, goal_of
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
@@ -99,11 +98,6 @@ class CheckpointConfig(Strict):
         default="val/loss", description="The metric that decides which checkpoint is best; null for none."
     )
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
-
-
-_HIGHER = re.compile(
-    r"(?:^|[/_])(?:acc|accuracy|auc|auroc|bleu|correct|f1|iou|map|precision|recall|reward|rouge|score)(?![a-z])"
-)
 
 
 class StopEarlyConfig(Strict):
@@ -312,10 +306,11 @@ class RunConfig(Strict):
                 checkpoint = data.get("checkpoint")
                 known = checkpoint if isinstance(checkpoint, dict) else {}
                 default = known.get("metric", CheckpointConfig().metric)
-                if isinstance(watched := early.get("metric", default), str):
-                    better = "max" if _HIGHER.search(watched.lower()) else "min"
-                    better = known.get("mode", better) if watched == default else better
-                    data = {**data, "stop_early": {"metric": watched, "mode": better, **early}}
+                watched = default if early.get("metric") is None else early["metric"]
+                if isinstance(watched, str):
+                    chosen = (default, known["mode"]) if "mode" in known else ()
+                    mode = (goal_of(watched, *chosen) or "min") if early.get("mode") is None else early["mode"]
+                    data = {**data, "stop_early": {**early, "metric": watched, "mode": mode}}
         match data:
             case {"workload": str(workload)} if is_built_in(workload):
                 failure = data.get("failure", {})

@@ -104,6 +104,8 @@ def test_ranks_that_may_exist_are_accepted(tmp_path: Path, ranks: object) -> Non
         ({}, {"metric": "valid_f1"}, ("valid_f1", "max")),
         ({}, {"metric": "val/f1", "mode": "min"}, ("val/f1", "min")),
         ({"metric": None}, {"metric": "mapping_error"}, ("mapping_error", "min")),
+        ({}, {"metric": "val/top5"}, ("val/top5", "max")),
+        ({"metric": "val/accuracy"}, {"metric": None, "mode": None}, ("val/accuracy", "max")),
     ],
 )
 def test_stop_early_follows_the_metric_of_checkpoints(
