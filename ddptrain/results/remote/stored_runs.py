@@ -217,10 +217,13 @@ class StoredRuns(Runs):
     def get(self, run_id: str) -> StoredRun | None:
         """See Runs."""
         run = StoredRun(self.store.below(run_id), _private(self.copies) / run_id)
-        with suppress(FileNotFoundError):
+        try:
             run.read(_RECORD)
+        except FileNotFoundError:
+            return run if _SWEEP in run.files and MARK not in run.files else None
+        except OSError:  # the run is listed as unreadable
             return run
-        return run if _SWEEP in run.files and MARK not in run.files else None
+        return run
 
     # --- The list: a store with many runs has an index of those that have ended ---
 

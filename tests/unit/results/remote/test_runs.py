@@ -82,6 +82,13 @@ def test_runs_are_listed_by_their_records_alone(runs: StoredRuns) -> None:
     assert [view.run_id for view in runs.list()] == ["b-2"]
 
 
+def test_record_that_is_too_large_is_unreadable_and_hides_no_other_run(runs: StoredRuns) -> None:
+    put_run(runs, "a-1")
+    runs.store.write("b-2/run.json", b" " * ((64 << 20) + 1))
+    view = runs.get("b-2")
+    assert view is not None and view.status == "unreadable" and "more than" in view.problem
+
+
 def test_run_is_under_way_while_its_lock_is_fresh(runs: StoredRuns) -> None:
     run = put_run(runs, "a-1", status="running", driver={"host": "elsewhere", "pid": 1})
     assert runs.find("a-1").status == "failed"
