@@ -45,7 +45,7 @@ _THREADS = 16
 _FEW = 100  # runs that have no index
 _FEW_FILES = 3000  # of all runs; a request lists 1,000
 _LARGEST_INDEXED = 64 << 10  # bytes of a record
-_CONTINUED = ("run.json", "sweep.json", "config.yaml", "*.jsonl", "logs/*", f"{INPUTS}/*")
+_CONTINUED = ("run.json", "sweep.json", "config.yaml", "driver.log", "*.jsonl", "logs/*", f"{INPUTS}/*")
 _log = Log(__name__)
 
 

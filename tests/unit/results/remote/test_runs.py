@@ -177,7 +177,9 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
 
 
 def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoredRuns) -> None:
-    put_run(runs, "a-1", status="failed")
+    run = put_run(runs, "a-1", status="failed")
+    run.write("driver.log", b"printed by ")
+    run.write("driver.log.00001", b"two drivers\n")
     stale = runs.folder / "a-1"
     stale.mkdir()
     (stale / "mine").write_text("not lost")
@@ -185,6 +187,7 @@ def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoredRuns)
     with runs.claim("a-1", resumed=True) as keeping:
         keeping.begin(said.append, lambda error: None)
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
+        assert (keeping.root / "driver.log").read_text() == "printed by two drivers\n"
     (aside,) = runs.work.glob("a-1.before-*")
     assert (aside / "mine").read_text() == "not lost"
     assert said == [f"{runs.store.url}/a-1 was continued by another host; the copy of this host is kept in {aside}"]
