@@ -1,4 +1,4 @@
-"""Settings that the configuration checks and that workers and ranks use; they start without pydantic."""
+"""What both the configuration and workers and ranks use, which start without pydantic."""
 
 from __future__ import annotations
 
@@ -8,6 +8,27 @@ from typing import Any
 
 LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 MAX_PROFILED_STEPS = 100  # the trace of more steps is too large for memory and for viewers
+_LOWER_IS_BETTER = frozenset({"loss", "error", "perplexity", "mae", "mse", "rmse"})
+_HIGHER_IS_BETTER = frozenset(
+    {"acc", "accuracy", "auc", "auroc", "bleu", "correct", "f1", "iou", "map", "precision", "recall", "reward"}
+    | {"rouge", "score", "top1", "top5"}
+)
+
+
+def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
+    """Return "min" or "max", the best value of a metric; "" if its name does not say it.
+
+    `metric` and `mode` are those of the configuration's section `checkpoint`.
+    """
+    if name == metric:
+        return mode
+    for part in reversed(name.lower().split("/")):  # val/accuracy, accuracy/val
+        words = set(part.replace("-", "_").split("_"))
+        if words & _LOWER_IS_BETTER or part.endswith(tuple(_LOWER_IS_BETTER)):
+            return "min"
+        if (words | {word.rstrip("@0123456789") for word in words}) & _HIGHER_IS_BETTER:  # acc1, map@50
+            return "max"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
-from ddptrain.config.rank_settings import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
+from ddptrain.config.rank_settings import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile, goal_of
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
@@ -98,12 +97,11 @@ class CheckpointConfig(Strict):
     metric: Annotated[str, Field(min_length=1)] | None = Field(
         default="val/loss", description="The metric that decides which checkpoint is best; null for none."
     )
-    mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
-
-
-_HIGHER = re.compile(
-    r"(?:^|[/_])(?:acc|accuracy|auc|auroc|bleu|correct|f1|iou|map|precision|recall|reward|rouge|score)(?![a-z])"
-)
+    mode: Literal["min", "max"] = Field(
+        default="min",
+        description="Whether the lowest or the highest metric is best. By default max if the name of the metric has a "
+        "word such as accuracy, f1 or score, and min for all others.",
+    )
 
 
 class StopEarlyConfig(Strict):
@@ -303,6 +301,9 @@ class RunConfig(Strict):
     @classmethod
     def _defaults_that_depend_on_other_sections(cls, data: Any) -> Any:
         match data:
+            case {"checkpoint": {"metric": str(metric), **more}} if "mode" not in more and goal_of(metric) == "max":
+                data = {**data, "checkpoint": {"metric": metric, **more, "mode": "max"}}
+        match data:
             case {"retrain": dict(retrain), "checkpoint": {"metric": str(metric), **more}}:
                 mode = more.get("mode", "min")
                 if "gate" not in retrain and metric and mode in ("min", "max"):  # errors name the fields of checkpoint
@@ -312,10 +313,11 @@ class RunConfig(Strict):
                 checkpoint = data.get("checkpoint")
                 known = checkpoint if isinstance(checkpoint, dict) else {}
                 default = known.get("metric", CheckpointConfig().metric)
-                if isinstance(watched := early.get("metric", default), str):
-                    better = "max" if _HIGHER.search(watched.lower()) else "min"
-                    better = known.get("mode", better) if watched == default else better
-                    data = {**data, "stop_early": {"metric": watched, "mode": better, **early}}
+                watched = default if early.get("metric") is None else early["metric"]
+                if isinstance(watched, str):
+                    chosen = (default, known["mode"]) if "mode" in known else ()
+                    mode = (goal_of(watched, *chosen) or "min") if early.get("mode") is None else early["mode"]
+                    data = {**data, "stop_early": {**early, "metric": watched, "mode": mode}}
         match data:
             case {"workload": str(workload)} if is_built_in(workload):
                 failure = data.get("failure", {})

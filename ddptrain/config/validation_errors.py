@@ -140,7 +140,8 @@ def _problem(document: Document, path: PathKey, group: Sequence[ErrorDetails], s
         case "wrong_field":
             return document.problem(path, str(context["message"]), str(context["hint"]))
         case "value_error" | "assertion_error":
-            return document.problem(path, f"{context['error']}, got {describe_value(first['input'], path)}")
+            text, value = str(context["error"]), describe_value(first["input"], path)
+            return document.problem(path, text if text.startswith(value) else f"{text}, got {value}")
     # Each member of a union reports what it accepts.
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
     message = f"expected {expected}, got {describe_value(first['input'], path)}"

@@ -296,8 +296,8 @@ def weights_in(inputs: Path | None) -> Path:
     """Return the file with the weights in the inputs of a run. Raises UsageError if there is none."""
     if inputs is None or not (inputs / FILE).is_file():
         raise UsageError(
-            f"params.{PARAM}: the weights of the model are missing in the run's inputs: start the run with "
-            "`ddptrain train`, which fetches them"
+            f"params.{PARAM}: the weights of the model are missing in the run's inputs: `ddptrain train` fetches them "
+            "for the workloads images and petnames; in a copy of one, name a file"
         )
     return inputs / FILE
 

@@ -318,7 +318,8 @@ class RankLifecycle:
             PreemptedExit: the workload returned because the run was asked to end.
             OSError: a checkpoint could not be written.
         """
-        if self.spec.rank == 0 and not self.agreement.notified and (problem := self.agreement.no_early_stop()):
+        is_whole = not (self.agreement.notified or self.agreement.ends_early)
+        if self.spec.rank == 0 and is_whole and (problem := self.agreement.no_early_stop()):
             self.emitter.note(problem, "warning")
         if self.context is None:
             note_unused(self.spec, self.emitter)

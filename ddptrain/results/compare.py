@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ddptrain.config.rank_settings import goal_of
 from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file
@@ -20,7 +21,6 @@ from ddptrain.results.selection import best_value, value_text
 from ddptrain.results.show.curves import Curve, Panel, Plot, Points, mean_of, thinned
 from ddptrain.results.show.render import HEADER, rows
 from ddptrain.text_tables import clean_line, number, plain_table
-from ddptrain.tracking.protocol import goal_of
 
 _MOST_PANELS = 6  # if no metric is a loss
 _HASH_CHARACTERS = 12

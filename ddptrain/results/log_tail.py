@@ -48,14 +48,18 @@ class LogTail:
         self.offset += len(data)
         return self._cut(self._decoder.decode(data)) if data else []
 
-    def texts(self) -> Iterator[str]:
-        """Yield the texts of all lines up to the present end of the file. Raises ResultsError."""
+    def lines(self) -> Iterator[LogLine]:
+        """Yield all lines up to the present end of the file. Raises ResultsError."""
         before = -1
         while self.offset != before:
             before = self.offset
             with results_errors(self.path, "read"):
                 lines = self.read()
-            yield from (line.text for line in lines)
+            yield from lines
+
+    def texts(self) -> Iterator[str]:
+        """Yield the texts of lines()."""
+        return (line.text for line in self.lines())
 
     @property
     def redrawn(self) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from ddptrain.config.rank_settings import goal_of
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
@@ -105,10 +106,7 @@ def best_value(view: Run, metric: str, series: AllSeries | None = None, goal: st
     best = view.record.best
     if best is not None and best.metric == metric:
         return best.value if math.isfinite(best.value) else None
-    if not goal:
-        from ddptrain.tracking.protocol import goal_of
-
-        goal = goal_of(metric)
+    goal = goal or goal_of(metric)
     if not goal:
         return None
     try:

@@ -131,7 +131,8 @@ def _launch(
     )
     with _runs_folder(config.results.dir) as folder:
         changed = config.model_copy(
-            update={"results": ResultsConfig(dir=str(folder)), "tracking": TrackingConfig(), "retrain": None}
+            update={"results": ResultsConfig(dir=str(folder)), "tracking": TrackingConfig()}
+            | dict.fromkeys(("retrain", "stop_early"))
         )
         derived = resolve(changed, resolved.path)
         derived = dataclasses.replace(derived, import_folders=resolved.import_folders)

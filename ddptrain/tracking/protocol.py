@@ -22,9 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
-_HIGHER_IS_BETTER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "precision", "recall", "score")
-
 # How a rank ended: it finished its work; its code failed; it saved a checkpoint after a preemption notice; or it was
 # stopped before its end, for example because another rank failed.
 State = Literal["finished", "failed", "preempted", "crashed"]
@@ -144,17 +141,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
-    """Return "min" or "max", the best value of a metric; "" if unknown.
-
-    `metric` and `mode` are those of the configuration's section `checkpoint`.
-    """
-    if name == metric:
-        return mode
-    last = name.lower().rpartition("/")[2]
-    words = last.replace("-", "_").split("_")
-    if any(word in words or last.endswith(word) for word in _LOWER_IS_BETTER):
-        return "min"
-    return "max" if any(word in words for word in _HIGHER_IS_BETTER) else ""

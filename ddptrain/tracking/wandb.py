@@ -18,9 +18,10 @@ from typing import Any
 
 import wandb
 
+from ddptrain.config.rank_settings import goal_of
 from ddptrain.tracking import protocol as items
 from ddptrain.tracking import wandb_run
-from ddptrain.tracking.protocol import Facts, State, goal_of
+from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb_files import SENDING
 from ddptrain.tracking.wandb_run import ArtifactUploads, RankRun
 

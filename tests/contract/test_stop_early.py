@@ -102,6 +102,8 @@ def test_petnames_ends_early(project: Project, shared_cluster: str) -> None:
     path = project.write("pets.yaml", json.dumps({"workload": "petnames", "params": params, "stop_early": early}))
     project("train", path, "--cluster", shared_cluster, "--ranks", "2", rc=0)
     assert json.loads((project.run_directories()[-1] / "metrics.jsonl").read_text().splitlines()[-1])["epoch"] == 2.0
+    done = project("evaluate", "latest", "--cluster", shared_cluster, "--ranks", "2", rc=0)
+    assert "val/loss" in done.stdout and "stop_early" not in done.stderr
 
 
 def test_trials_of_a_sweep_end_early(project: Project, shared_cluster: str) -> None:

@@ -45,7 +45,7 @@ _THREADS = 16
 _FEW = 100  # runs that have no index
 _FEW_FILES = 3000  # of all runs; a request lists 1,000
 _LARGEST_INDEXED = 64 << 10  # bytes of a record
-_CONTINUED = ("run.json", "sweep.json", "config.yaml", "*.jsonl", "logs/*", f"{INPUTS}/*")
+_CONTINUED = ("run.json", "sweep.json", "config.yaml", "driver.log", "*.jsonl", "logs/*", f"{INPUTS}/*")
 _log = Log(__name__)
 
 
@@ -217,10 +217,13 @@ class StoredRuns(Runs):
     def get(self, run_id: str) -> StoredRun | None:
         """See Runs."""
         run = StoredRun(self.store.below(run_id), _private(self.copies) / run_id)
-        with suppress(FileNotFoundError):
+        try:
             run.read(_RECORD)
+        except FileNotFoundError:
+            return run if _SWEEP in run.files and MARK not in run.files else None
+        except OSError:  # the run is listed as unreadable
             return run
-        return run if _SWEEP in run.files and MARK not in run.files else None
+        return run
 
     # --- The list: a store with many runs has an index of those that have ended ---
 

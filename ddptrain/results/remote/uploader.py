@@ -304,7 +304,8 @@ class Uploader:
         try:
             uploaded = self._checkpoints.sync()
         finally:
-            self._has_new_checkpoint |= not self._checkpoints.is_synced
+            if not self._checkpoints.is_synced:  # put_checkpoints() may be called meanwhile
+                self._has_new_checkpoint = True
         if uploaded:
             for name in list(self._growing or ()):  # a driver that resumes from it should have the logs up to it
                 self._grown(name).sent_at = float("-inf")
@@ -372,13 +373,13 @@ class Uploader:
             if not now and size - have.end < _FULL_BYTES and time.monotonic() < have.sent_at + pause_s:
                 return False
             file.seek(have.end)
-            data = file.read(_PIECE_BYTES)
-            if name.endswith(".jsonl"):  # the writer takes half a line back if the disk is full
-                data = data[: data.rfind(b"\n") + 1]
+            data = read = file.read(_PIECE_BYTES)
+            if name.endswith(".jsonl") and (b"\n" in read or len(read) < _PIECE_BYTES):
+                data = read[: read.rfind(b"\n") + 1]  # the writer takes half a line back if the disk is full
             if data or not have.pieces:
                 self.store.write(_piece_name(name, have.pieces), data)
                 have.end, have.pieces, have.sent_at = have.end + len(data), have.pieces + 1, time.monotonic()
-            return len(data) < _PIECE_BYTES // 2
+            return not data or len(read) < _PIECE_BYTES // 2
         return True
 
     def _send_file(self, name: str, *, now: bool) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ddptrain.errors import RunNotFound
-from ddptrain.results.log_tail import LogTail
+from ddptrain.results.log_tail import LogLine, LogTail
 from ddptrain.results.run import Run
 
 _POLL_S = 0.1
@@ -56,10 +56,11 @@ def _logs(
     wait: Callable[[float], None],
     as_json: bool,
 ) -> Iterator[str]:
-    def shown(number: int, text: str) -> str:
+    def shown(number: int, line: LogLine) -> str:
         if as_json:
-            return json.dumps({"event": "log", "rank": number, "line": text})
-        return f"[rank {number}] {text}" if prefixed else text
+            partial = {} if line.ended else {"partial": True}
+            return json.dumps({"event": "log", "rank": number, "line": line.text, **partial})
+        return f"[rank {number}] {line.text}" if prefixed else line.text
 
     tails: dict[int, LogTail] = {}
     running, prefixed = True, False
@@ -75,9 +76,9 @@ def _logs(
                 tails.setdefault(number, LogTail(run.log(number), lines))
         lines = None
         for number, tail in tails.items():
-            yield from (shown(number, text) for text in tail.texts())
+            yield from (shown(number, line) for line in tail.lines())
             if not running:
-                yield from (shown(number, line.text) for line in tail.rest())
+                yield from (shown(number, line) for line in tail.rest())
         if running:
             wait(_POLL_S)
     if rank is not None and not tails:

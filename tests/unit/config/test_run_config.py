@@ -104,6 +104,8 @@ def test_ranks_that_may_exist_are_accepted(tmp_path: Path, ranks: object) -> Non
         ({}, {"metric": "valid_f1"}, ("valid_f1", "max")),
         ({}, {"metric": "val/f1", "mode": "min"}, ("val/f1", "min")),
         ({"metric": None}, {"metric": "mapping_error"}, ("mapping_error", "min")),
+        ({}, {"metric": "val/top5"}, ("val/top5", "max")),
+        ({"metric": "val/accuracy"}, {"metric": None, "mode": None}, ("val/accuracy", "max")),
     ],
 )
 def test_stop_early_follows_the_metric_of_checkpoints(
@@ -114,6 +116,17 @@ def test_stop_early_follows_the_metric_of_checkpoints(
     )
     assert config.stop_early is not None
     assert (config.stop_early.metric, config.stop_early.mode) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "mode"),
+    [({}, "min"), ({"metric": "val/accuracy"}, "max"), ({"metric": "val/accuracy", "mode": "min"}, "min")],
+)
+def test_best_checkpoint_has_the_highest_value_of_a_metric_whose_name_says_so(
+    checkpoint: dict[str, Any], mode: str
+) -> None:
+    config = RunConfig.model_validate({"workload": "w:f", "checkpoint": checkpoint})
+    assert config.checkpoint.mode == mode
 
 
 @pytest.mark.parametrize(

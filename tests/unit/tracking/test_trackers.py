@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddptrain.config.rank_settings import TrackerSpec
+from ddptrain.config.rank_settings import TrackerSpec, goal_of
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections import tracking as tracking_config
 from ddptrain.config.sections.tracking import TrackingConfig
@@ -25,7 +25,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
-from ddptrain.tracking.protocol import Checkpoint, Numbers, goal_of
+from ddptrain.tracking.protocol import Checkpoint, Numbers
 from ddptrain.tracking.trackers import load, start_trackers
 from tests.unit.specs import make_spec
 
@@ -219,6 +219,10 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
         ("val_loss", "min"),
         ("val/accuracy", "max"),
         ("val/top5", "max"),
+        ("accuracy/val", "max"),
+        ("val_acc1", "max"),
+        ("map@50", "max"),
+        ("score_error", "min"),
         ("train/learning_rate", ""),
         ("samples_per_s", ""),
         ("glossary", ""),

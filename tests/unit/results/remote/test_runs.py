@@ -82,6 +82,13 @@ def test_runs_are_listed_by_their_records_alone(runs: StoredRuns) -> None:
     assert [view.run_id for view in runs.list()] == ["b-2"]
 
 
+def test_record_that_is_too_large_is_unreadable_and_hides_no_other_run(runs: StoredRuns) -> None:
+    put_run(runs, "a-1")
+    runs.store.write("b-2/run.json", b" " * ((64 << 20) + 1))
+    view = runs.get("b-2")
+    assert view is not None and view.status == "unreadable" and "more than" in view.problem
+
+
 def test_run_is_under_way_while_its_lock_is_fresh(runs: StoredRuns) -> None:
     run = put_run(runs, "a-1", status="running", driver={"host": "elsewhere", "pid": 1})
     assert runs.find("a-1").status == "failed"
@@ -170,7 +177,9 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(
 
 
 def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoredRuns) -> None:
-    put_run(runs, "a-1", status="failed")
+    run = put_run(runs, "a-1", status="failed")
+    run.write("driver.log", b"printed by ")
+    run.write("driver.log.00001", b"two drivers\n")
     stale = runs.folder / "a-1"
     stale.mkdir()
     (stale / "mine").write_text("not lost")
@@ -178,6 +187,7 @@ def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoredRuns)
     with runs.claim("a-1", resumed=True) as keeping:
         keeping.begin(said.append, lambda error: None)
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
+        assert (keeping.root / "driver.log").read_text() == "printed by two drivers\n"
     (aside,) = runs.work.glob("a-1.before-*")
     assert (aside / "mine").read_text() == "not lost"
     assert said == [f"{runs.store.url}/a-1 was continued by another host; the copy of this host is kept in {aside}"]

@@ -216,6 +216,15 @@ def test_each_byte_of_a_log_is_sent_once_in_numbered_pieces(writer: RunWriter, s
     other.close(0.1)
 
 
+def test_line_longer_than_a_piece_is_sent_before_the_folder_goes(kept: Kept) -> None:
+    kept.begin()
+    for size in (3 << 20, 9 << 20):
+        kept.writer.event({"event": "notice", "level": "info", "message": "x" * size})
+    assert kept.uploads.flush(60) == ""
+    sent = [file for path, file in kept.store.files().items() if path.startswith("events.jsonl")]
+    assert sum(file.size_bytes for file in sent) == kept.writer.layout.events_jsonl.stat().st_size
+
+
 def test_step_of_an_earlier_version_that_was_saved_again_is_read(kept: Kept, tmp_path: Path) -> None:
     kept.save(1)
     upload(kept)

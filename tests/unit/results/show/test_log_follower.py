@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,6 +57,9 @@ def test_carriage_returns_end_up_as_on_a_terminal(line: str, text: str) -> None:
 
 def test_one_rank_is_shown_as_it_is_and_several_with_their_number(tmp_path: Path) -> None:
     assert list(show_logs(view_of(tmp_path / "1", rank0=b"a\nb"))) == ["a", "b"]
+    parts = [json.loads(line) for line in show_logs(view_of(tmp_path / "3", rank0=b"a\nb"), as_json=True)]
+    of_rank = {"event": "log", "rank": 0}
+    assert parts == [{**of_rank, "line": "a"}, {**of_rank, "line": "b", "partial": True}]
     two = view_of(tmp_path / "2", 2, rank0=b"a\n", rank1=b"b\n\nc")
     assert list(show_logs(two)) == ["[rank 0] a", "[rank 1] b", "[rank 1] ", "[rank 1] c"]
     assert list(show_logs(two, rank=1)) == ["b", "", "c"]
