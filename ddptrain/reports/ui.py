@@ -80,13 +80,13 @@ class Site:
         """Return a page, and whether it may change."""
         if "run" in query:
             view = self._run(query["run"][0])
-            return self._live(runs_page([view], is_served=True), view.is_running)
+            return self._live(runs_page([view], is_served=True), view.goes_on)
         if "compare" in query:
             views = [self._run(name) for name in dict.fromkeys(query["compare"])][:MOST_RUNS]
             page = runs_page(views, is_served=True, with_curves=False)
             for name, run in zip(dict.fromkeys(query["compare"]), page.data["runs"], strict=False):
                 run["query"] = f"?curves={name}&of={len(views)}"
-            return self._live(page, any(view.is_running for view in views))
+            return self._live(page, any(view.goes_on for view in views))
         if "sweep" in query:
             sweep = self._sweep(query["sweep"][0]).record
             return self._live(runs_page([], sweep, is_served=True), sweep.status == RunStatus.RUNNING)
