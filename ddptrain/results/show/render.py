@@ -70,7 +70,8 @@ def run_table(runs: Sequence[RunFields], extra: Sequence[str] = ()) -> list[tupl
 
 def _marks(view: Run) -> tuple[str, str, str]:
     annotations = view.annotations
-    jobs = ", ".join(f"{job.id} ({job.starts} starts)" if job.starts > 1 else job.id for job in view.record.jobs)
+    known = [job for job in view.record.jobs if job.id]
+    jobs = ", ".join(f"{job.id} ({job.starts} starts)" if job.starts > 1 else job.id for job in known)
     return jobs, " ".join(annotations.tags), _short(annotations.note)
 
 
