@@ -375,9 +375,9 @@ def driver_manifests(
     # A run that was preempted goes on in another pod, one that has failed does not.
     preempted = {"containerName": "driver", "operator": "In", "values": [int(ExitCode.PREEMPTED)]}
     rules = [
+        _EVICTED,  # the first rule that fits counts: an evicted driver may have been killed
         {"action": "Ignore", "onExitCodes": preempted},
         {"action": "FailJob", "onExitCodes": {**preempted, "operator": "NotIn"}},
-        _EVICTED,
     ]
     job_spec = {
         "backoffLimit": 0,
