@@ -59,9 +59,9 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
             feed.update(view)
             told = ""
             while view.goes_on and not display.broken:
-                if (job := view.record.jobs[-1:]) and job[0].state not in ("", told):
-                    told = job[0].state
-                    display.notice(f"run {view.run_id} is queued: {job[0].description} is {told}")
+                if (why := _why_queued(view)) not in ("", told):
+                    told = why
+                    display.notice(f"run {view.run_id} is queued: {why}")
                 time.sleep(_LOOK_EVERY_S)
                 view = current()
                 feed.update(view)
@@ -75,6 +75,13 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
             display.notice(f"run {view.run_id} {view.status_text}: {cause}", level=level)
         display.on_end(view)
     return exit_code_of(view.record)
+
+
+def _why_queued(view: Run) -> str:
+    """Return what a run waits for: slots that others hold, or its job; "" if that is not known."""
+    if view.is_running:
+        return "" if view.record.queued is None else view.record.queued.description
+    return "".join(f"{job.description} is {job.state}" for job in view.record.jobs[-1:] if job.state)
 
 
 class _Feed:
