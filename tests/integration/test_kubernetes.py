@@ -203,6 +203,9 @@ def test_run_in_a_folder_that_its_pod_would_lose_is_not_submitted(cluster: Clust
     (cluster.run_cli.folder / "pods.yaml").write_text("{workload: petnames, cluster: {kubernetes: {image: i}}}")
     said = cluster("train", "pods.yaml", "--submit", rc=2)
     assert "cluster.kubernetes.volumes" in said.stderr
+    volumes = f"[{{name: r, mountPath: {cluster.run_cli.folder}, emptyDir: {{}}}}]"
+    options = ("--set", f"cluster.kubernetes.volumes={volumes}", "--report", "run.md")
+    assert "--report" in cluster("train", "pods.yaml", "--submit", *options, rc=2).stderr
     assert json.loads(cluster("results", "list", "--json").stdout) == []
 
 
