@@ -95,8 +95,8 @@ class Run:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the command; None while the run is running."""
-        return self._view().record.exit_code
+        """The exit code of the command; None while the run is running or queued."""
+        return None if (view := self._view()).goes_on else view.record.exit_code
 
     @property
     def failure(self) -> FailureRecord | None:

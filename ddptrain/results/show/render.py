@@ -147,7 +147,7 @@ def sections(view: Run) -> list[Section]:
         ("status", view.status_text),
         ("waits", record.queued.description if view.is_running and record.queued is not None else ""),
         ("problem", view.problem),
-        ("exit code", "" if record.exit_code is None else str(record.exit_code)),
+        ("exit code", "" if record.exit_code is None or view.goes_on else str(record.exit_code)),
         ("directory", view.where),
         ("tags", " ".join(view.annotations.tags)),
         ("note", view.annotations.note),
