@@ -61,6 +61,7 @@ class Run:
         self._runs = open_runs_dir(runs_dir)
         self._is_stored = not isinstance(self._runs, LocalRuns)
         self._folder = self._runs.folder / run_id if self._is_stored else Path(run_dir).absolute()
+        self._settled: Callable[[], RecordedRun] | None = None
 
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
@@ -94,8 +95,8 @@ class Run:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of the command; None while the run is running."""
-        return self._view().record.exit_code
+        """The exit code of the command; None while the run is running or queued."""
+        return None if (view := self._view()).goes_on else view.record.exit_code
 
     @property
     def failure(self) -> FailureRecord | None:
@@ -194,8 +195,16 @@ class Run:
 
     def _view(self) -> RecordedRun:
         from ddptrain.results.run import Run as RecordedRun
+        from ddptrain.results.run_record import RunStatus
 
-        return self._runs.find(self.id) if self._is_stored else RecordedRun(self._folder)
+        view = self._runs.find(self.id) if self._is_stored else RecordedRun(self._folder)
+        if view.status != RunStatus.QUEUED:
+            return view
+        if self._settled is None:
+            from ddptrain.driver.submit import settling
+
+            self._settled = settling(lambda: RecordedRun(self._folder))  # runs in stores are never queued
+        return self._settled()
 
     def _stop_target(self) -> StopTarget:
         from ddptrain.driver.control.stop import StopTarget

@@ -58,6 +58,10 @@ def _explain_run(run: str, *, as_json: bool) -> None:
 
     place, name = split_run(run, opt.PLACES.runs)
     view = open_runs_dir(place).find(name)
+    if view.status == RunStatus.QUEUED:
+        from ddptrain.driver.submit import settled
+
+        view = settled(view)
     record, run_id = view.record, view.run_id
     option = "" if place == opt.DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
     code = None if view.goes_on else record.exit_code  # the end of a killed driver is not recorded

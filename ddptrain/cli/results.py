@@ -229,7 +229,9 @@ def logs(
     view = runs.find(name)
     try:
         if follow:
-            write(follow_logs(view, rank, lines, wait=_wait_for_reader(), as_json=json))
+            from ddptrain.driver.submit import settling
+
+            write(follow_logs(view, rank, lines, wait=_wait_for_reader(), settling=settling, as_json=json))
         else:
             write(show_logs(view, rank, lines, as_json=json))
     except KeyboardInterrupt:

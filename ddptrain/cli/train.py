@@ -109,6 +109,8 @@ def start(
             "--resume RUN continues a run that has its id: leave --run-id out, or give --resume auto, which starts "
             "the run with that id or continues it"
         )
+    if submit and detach:
+        raise UsageError("--submit and --detach: a job ends with its command; leave one of them out")
     if submit:
         raise typer.Exit(_submitted(ctx, resolved, options))
     if detach:

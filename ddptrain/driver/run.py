@@ -59,7 +59,7 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run import Run as RecordedRun
-from ddptrain.results.run_record import RunStatus, utc_now
+from ddptrain.results.run_record import JobRecord, RunStatus, utc_now
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, open_runs_dir
 from ddptrain.results.time_use import time_use, timed_events
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.workers import Workers
     from ddptrain.protocol.rank_spec import Debug, RankSpec
-    from ddptrain.results.run_record import JobRecord
 
 
 _log = Log(__name__)
@@ -510,6 +509,8 @@ class Run:
             self.ended = True  # the first one is the display
         if job is not None:
             self._restart(job, run_end)
+        elif JobRecord.submitted(self.writer.run_id) and run_end.failure and run_end.failure.is_users_order:
+            run_end = dataclasses.replace(run_end, exit_code=ExitCode.TERMINATED)  # after 75 Kubernetes goes on
         return run_end
 
     def _restart(self, job: JobRecord, run_end: RunEnd) -> None:

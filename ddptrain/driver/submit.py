@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +16,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.clusters import provider_class
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.resume import choose
+from ddptrain.driver.transfer.environment import environment_of
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError
 from ddptrain.file_ops import time_in
 from ddptrain.results.ownership import LockFile
@@ -21,9 +24,10 @@ from ddptrain.results.run import Run
 from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, JobRecord, RunRecord, RunStatus, utc_now
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.runs import LocalRuns, open_runs_dir
-from ddptrain.results.secure_files import write_file
+from ddptrain.results.secure_files import read_bytes, write_file
 
 _SUBMITTED_WITHIN_S = 120.0  # a command that submits the run may take that long
+_ASK_EVERY_S = 10.0  # the batch system about a run in its queue
 
 
 def submit(
@@ -33,7 +37,8 @@ def submit(
 
     Returns the run, whose status is then queued, and why `resume` chose it. A run that has succeeded is not submitted.
 
-    Raises UsageError, RunLocked, ResultsError; ClusterError if the batch system refuses the job. Nothing is left then.
+    Raises UsageError; RunLocked, also if the run is queued already; ResultsError; ClusterError if the batch system
+    refuses the job. Nothing is left then.
     """
     config, runs = resolved.config, open_runs_dir(resolved.config.results.dir)
     if config.cluster.is_attached:
@@ -41,31 +46,46 @@ def submit(
     if not isinstance(runs, LocalRuns):
         raise UsageError(f"--submit needs a results.dir that this host and the job share, and it is {runs.where}")
     check_workload(resolved)
+    if config.cluster.slurm is not None:  # a pod has files of its own
+        environment_of(resolved)
     choice = choose(runs, resume, resolved, allow_changes=allow_changes, run_id=run_id) if resume else None
     if choice is not None and choice.done is not None:
         return choice.done, choice.reason
+    before: dict[Path, bytes] = {}
+    jobs: tuple[JobRecord, ...] = ()
     if choice is not None and choice.folder is not None:
-        before: bytes | None = Run(choice.folder).read("run.json")
+        found = settled(Run(choice.folder))
+        if found.status == RunStatus.QUEUED:
+            raise RunLocked(f"run {found.run_id} is queued already: ddptrain stop {found.argument} takes it out")
+        jobs = found.record.jobs
+        before = {path: read_bytes(path) for path in (found.config_yaml, found.run_json) if path.exists()}
         writer = RunWriter.reopen(choice.folder, resolved.yaml_text, choice.driver)
     else:
-        before = None
         writer = RunWriter.create(runs.folder, run_id, config.name, resolved.yaml_text, config.workload_name)
     folder = writer.layout.root
     try:
         with writer:  # its driver takes the lock afterwards
-            writer.enqueue(() if before is None else RunRecord.from_json(before).jobs)
+            writer.enqueue((*jobs, JobRecord(config.cluster.backend)))
         place = ["--runs-dir", str(folder.parent), "--run-id", folder.name, "--resume", "auto", "--output", "plain"]
         given = {"name": config.name, **config.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
         driver = DriverJob(config.name, folder.name, folder, command, place, given)
-        job = JobRecord(config.cluster.backend, _backend(config.cluster.backend).submit(config.cluster, driver))
+        backend = _backend(config.cluster.backend)
+        job = JobRecord(config.cluster.backend, backend.submit(config.cluster, driver))
     except BaseException:
-        if before is None:
+        if not before:
             shutil.rmtree(folder, ignore_errors=True)
-        else:
-            write_file(writer.layout.run_json, before)
+        for path, content in before.items():
+            write_file(path, content)
         raise
-    run = _changed(folder, lambda record: dataclasses.replace(record, jobs=_with(record.jobs, job)))
-    return run, choice.reason if choice is not None else ""
+
+    def with_job(record: RunRecord) -> RunRecord:
+        known = [each for each in record.jobs if each.id]
+        return dataclasses.replace(record, jobs=(*known, *([] if any(each.id == job.id for each in known) else [job])))
+
+    record = _changed(folder, with_job).record
+    if record.failure is not None and record.failure.is_users_order:  # it was stopped before its job was known
+        backend.cancel_job(job.id)
+    return Run(folder, with_job(record)), choice.reason if choice is not None else ""
 
 
 def settled(run: Run) -> Run:
@@ -89,6 +109,24 @@ def settled(run: Run) -> Run:
     return Run(run.root, dataclasses.replace(run.record, status=RunStatus.FAILED, exit_code=None, failure=failure))
 
 
+def settling(look: Callable[[], Run]) -> Callable[[], Run]:
+    """Return `look` with settled() runs; the batch system is asked every 10 s at most, or when the run has changed."""
+    seen: RunRecord | None = None
+    known: Run | None = None
+    asked_at = -math.inf
+
+    def current() -> Run:
+        nonlocal seen, known, asked_at
+        found = look()
+        if found.status != RunStatus.QUEUED:
+            return found
+        if known is None or found.record != seen or time.monotonic() - asked_at > _ASK_EVERY_S:
+            asked_at, seen, known = time.monotonic(), found.record, settled(found)
+        return known
+
+    return current
+
+
 def cancel(run: Run) -> Run:
     """End a queued run, and its job; return the run, which may have begun meanwhile. Raises ClusterError."""
     record = run.record
@@ -99,7 +137,7 @@ def cancel(run: Run) -> Run:
         "failure": FailureRecord(kind="interrupted", message=ENDED_BY_STOP, cause=ENDED_BY_STOP),
         "ended_at": utc_now(),
     }
-    for job in record.jobs[-1:]:
+    for job in (job for job in record.jobs[-1:] if job.id):
         _backend(job.backend).cancel_job(job.id)
     return _changed(run.root, lambda record: dataclasses.replace(record, **end))
 
@@ -132,10 +170,6 @@ def _changed(folder: Path, change: Callable[[RunRecord], RunRecord]) -> Run:
         if run.status == RunStatus.QUEUED:
             write_file(run.run_json, change(run.record).to_json().encode())
     return Run(folder)
-
-
-def _with(jobs: Sequence[JobRecord], job: JobRecord) -> tuple[JobRecord, ...]:
-    return (*jobs, *([] if any(each.id == job.id for each in jobs) else [job]))
 
 
 def _backend(name: str) -> Backend:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddptrain.driver.display import Display
 from ddptrain.driver.display.summary import exit_code_of
 from ddptrain.driver.observers import LIVE
-from ddptrain.driver.submit import settled
+from ddptrain.driver.submit import settling
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.news import SystemSample
@@ -21,7 +21,6 @@ from ddptrain.results.runs import Runs
 from ddptrain.results.system import parse_line
 
 _LOOK_EVERY_S = 0.5
-_ASK_EVERY_S = 10.0  # the batch system about a run in its queue
 _EARLIER_EVENTS = 10_000  # lines of events.jsonl in which the last attempt begins
 _EARLIER_SAMPLES = 200
 _EARLIER_METRICS_BYTES = 1 << 16
@@ -42,17 +41,12 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
 
     Raises UsageError if run.json can't be read; StoreError.
     """
-    look = view.follow("logs/*", "*.jsonl")
-
-    asked_at = -_ASK_EVERY_S
+    look = settling(view.follow("logs/*", "*.jsonl"))
 
     def current() -> Run:
-        nonlocal asked_at
         found = look()
         if found.problem:
             raise UsageError(found.problem)
-        if found.status == RunStatus.QUEUED and time.monotonic() - asked_at > _ASK_EVERY_S:
-            asked_at, found = time.monotonic(), settled(found)
         return found
 
     view = current()
@@ -65,9 +59,9 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
             feed.update(view)
             told = ""
             while view.goes_on and not display.broken:
-                if (job := view.record.jobs[-1:]) and job[0].state not in ("", told):
-                    told = job[0].state
-                    display.notice(f"run {view.run_id} is queued: {job[0].description} is {told}")
+                if (why := _why_queued(view)) not in ("", told):
+                    told = why
+                    display.notice(f"run {view.run_id} is queued: {why}")
                 time.sleep(_LOOK_EVERY_S)
                 view = current()
                 feed.update(view)
@@ -81,6 +75,13 @@ def watch(runs: Runs, view: Run, options: WatchOptions) -> int:
             display.notice(f"run {view.run_id} {view.status_text}: {cause}", level=level)
         display.on_end(view)
     return exit_code_of(view.record)
+
+
+def _why_queued(view: Run) -> str:
+    """Return what a run waits for: slots that others hold, or its job; "" if that is not known."""
+    if view.is_running:
+        return "" if view.record.queued is None else view.record.queued.description
+    return "".join(f"{job.description} is {job.state}" for job in view.record.jobs[-1:] if job.state)
 
 
 class _Feed:

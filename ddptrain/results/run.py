@@ -294,7 +294,7 @@ class Run:
         began = parse_time(self.record.resumed_at or self.record.started_at)
         ended = parse_time(self.record.ended_at)
         if began is None or (ended is None and not self.is_running):
-            return None
+            return self.record.earlier_s or None  # of a run that was resumed, and waits in a queue
         return max(0.0, self.record.earlier_s) + max(0.0, ((ended or datetime.now(UTC)) - began).total_seconds())
 
     @property

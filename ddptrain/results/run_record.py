@@ -223,7 +223,7 @@ class DriverRecord:
 class JobRecord:
     """A job of a batch system in which `starts` drivers of the run have begun.
 
-    state: as the batch system reports it; "" in run.json.
+    state: as the batch system reports it; "" in run.json. id: "" while it is being submitted.
     """
 
     backend: str = ""
@@ -234,7 +234,7 @@ class JobRecord:
     @property
     def description(self) -> str:
         """The job, for messages."""
-        return f"{self.backend} job {self.id}"
+        return f"{self.backend} job {self.id}" if self.id else f"a {self.backend} job"
 
     @classmethod
     def of_this_process(cls, run_id: str) -> Self | None:
@@ -254,6 +254,7 @@ class JobRecord:
 
 def jobs_with_this(jobs: Sequence[JobRecord], run_id: str) -> tuple[JobRecord, ...]:
     """Return the jobs of a run after a start of its driver by this process."""
+    jobs = [each for each in jobs if each.id]
     if (job := JobRecord.of_this_process(run_id)) is None:
         return tuple(jobs)
     same = [each for each in jobs if (each.backend, each.id) == (job.backend, job.id)]

@@ -132,6 +132,7 @@ class RunWriter:
                 layout.record,
                 status=RunStatus.RUNNING,
                 waiting=True,
+                queued=None,
                 exit_code=None,
                 ended_at=None,
                 duration_s=None,

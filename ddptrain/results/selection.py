@@ -53,7 +53,7 @@ FIELDS: Mapping[str, Callable[[Run], Any]] = {
     "attempts": lambda view: len(view.record.attempts),
     "exit_code": lambda view: view.record.exit_code,
     "failure": lambda view: view.record.failure.summary if view.record.failure is not None else None,
-    "jobs": lambda view: [job.id for job in view.record.jobs],
+    "jobs": lambda view: [job.id for job in view.record.jobs if job.id],
     "commit": lambda view: view.record.git.commit if view.record.git is not None else None,
     "tags": lambda view: list(view.annotations.tags),
     "note": lambda view: view.annotations.note or None,

@@ -109,7 +109,8 @@ def _install(folder: Path, files: Mapping[str, str], environ: Mapping[str, str])
         for name, text in files.items():
             (new / name).write_text(text, encoding="utf-8")
         kept = {name: value for name, value in environ.items() if name not in ("VIRTUAL_ENV", "PYTHONHOME")}
-        with Isolated(f"{__name__}:run_uv", {"folder": str(new), "names": [*files]}, kept) as process:
+        request = {"folder": str(new), "names": [*files], "import_path": kept.get("PYTHONPATH", "")}
+        with Isolated(f"{__name__}:run_uv", request, kept) as process:
             list(process.answers())
         publish(new / "environment", folder)
     finally:
@@ -137,6 +138,8 @@ def run_uv(request: Mapping[str, Any], send: Callable[[object], None]) -> None:
     folder = Path(request["folder"])
     target = folder / "environment"
     os.environ["UV_PROJECT_ENVIRONMENT"] = str(target)
+    # This process imports what its parent does. Builds, and the new environment, must not.
+    os.environ["PYTHONPATH"] = request["import_path"]
     # The folder gets another name: relocatable. The interpreter is the worker's own: its packages are used, too.
     _uv(folder, "venv", "--relocatable", "--no-project", "--python", sys.executable, str(target))
     python = str(target / "bin" / "python")

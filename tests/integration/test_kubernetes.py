@@ -188,7 +188,12 @@ def test_submitted_run_is_a_job_that_goes_on_after_a_preemption_until_somebody_s
     wait_until(lambda: run()["status"] == "running" and not run()["waiting"])
     assert run()["attempts"][-1]["resumed_from"] > 0
     assert "stopped (saved)" in cluster("stop", run_id).stdout
-    wait_until(lambda: [job["status"].get("conditions") for job in kube.objects("jobs")] != [None])
+
+    def driver_jobs() -> list[Any]:
+        return [job["status"] for job in kube.objects("jobs") if job["metadata"]["name"] == name]
+
+    wait_until(lambda: any("conditions" in status for status in driver_jobs()))
+    assert run()["jobs"][0]["starts"] == 2
     kube.clear("jobs")
     kube.clear("secrets")
     wait_until(lambda: not left_in(kube))
@@ -198,6 +203,9 @@ def test_run_in_a_folder_that_its_pod_would_lose_is_not_submitted(cluster: Clust
     (cluster.run_cli.folder / "pods.yaml").write_text("{workload: petnames, cluster: {kubernetes: {image: i}}}")
     said = cluster("train", "pods.yaml", "--submit", rc=2)
     assert "cluster.kubernetes.volumes" in said.stderr
+    volumes = f"[{{name: r, mountPath: {cluster.run_cli.folder}, emptyDir: {{}}}}]"
+    options = ("--set", f"cluster.kubernetes.volumes={volumes}", "--report", "run.md")
+    assert "--report" in cluster("train", "pods.yaml", "--submit", *options, rc=2).stderr
     assert json.loads(cluster("results", "list", "--json").stdout) == []
 
 

@@ -138,6 +138,8 @@ class KubernetesBackend(Backend):
                 f"results.dir is {driver.folder.parent}, which the pod of the driver would lose: mount it there with "
                 "cluster.kubernetes.volumes, at the same path as on this host"
             )
+        if "--report" in driver.words:
+            raise UsageError("--report names a file of this host, which the driver's pod does not see; leave it out")
         slug = re.sub("[^a-z0-9]+", "-", driver.run_id.lower())[:48].strip("-")
         name, place = f"{slug}-{secrets.token_hex(2)}", _place(settings)
         where = Part(role="objects", host=place)
@@ -375,9 +377,9 @@ def driver_manifests(
     # A run that was preempted goes on in another pod, one that has failed does not.
     preempted = {"containerName": "driver", "operator": "In", "values": [int(ExitCode.PREEMPTED)]}
     rules = [
+        _EVICTED,  # the first rule that fits counts: an evicted driver may have been killed
         {"action": "Ignore", "onExitCodes": preempted},
         {"action": "FailJob", "onExitCodes": {**preempted, "operator": "NotIn"}},
-        _EVICTED,
     ]
     job_spec = {
         "backoffLimit": 0,

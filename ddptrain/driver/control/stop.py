@@ -165,7 +165,7 @@ def stop_run(
         ClusterError: the run has not ended within the grace period and `margin_s` seconds.
     """
     view = target.look()
-    if view.status == RunStatus.QUEUED:
+    while view.status == RunStatus.QUEUED:  # also while a driver has the lock, and has not written that it runs
         from ddptrain.driver.submit import cancel
 
         view = cancel(view)

@@ -65,7 +65,7 @@ def summary_lines(view: Run) -> list[str]:
     if spent and record.attempts:
         text.append(f"  time    {spent}")
     text.append(f"  results {layout.where}")
-    if record.status != RunStatus.SUCCEEDED:
+    if record.status not in (RunStatus.SUCCEEDED, RunStatus.QUEUED):  # a queued run continues by itself
         text.append(f"  next    {_next_step(layout, record)}")
     return text
 

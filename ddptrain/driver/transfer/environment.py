@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _PROJECT = "pyproject.toml"
 _SETTINGS = "uv.toml"  # of uv, which has precedence over those in the project's file
-_PINNED = re.compile(r"\s*(#.*|-.*|[^#]*(===?|@)\s*\S.*)?$")  # also an option, a comment, or nothing
+# Also an option, a comment, or nothing. What follows a semicolon is a condition, as python_version == "3.11".
+_PINNED = re.compile(r"\s*(#.*|-.*|[^#;]*(===?(?![^#;]*\*)|@)\s*\S.*)?$")
 
 
 @dataclass(frozen=True)

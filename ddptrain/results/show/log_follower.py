@@ -38,14 +38,17 @@ def follow_logs(
     lines: int | None = None,
     *,
     wait: Callable[[float], None] = time.sleep,
+    settling: Callable[[Callable[[], Run]], Callable[[], Run]] = lambda look: look,
     as_json: bool = False,
 ) -> Iterator[str]:
     """Like show_logs(), then yield each new line until the run has ended.
 
+    settling: see driver/submit.py: a run whose job was cancelled has ended.
+
     Raises RunNotFound if the run has ended and has no log of that rank.
     """
     look = view.follow("logs/rank-*.log" if rank is None else f"logs/rank-{rank}.log")
-    return _logs(look, rank, lines, lambda run: run.goes_on, wait, as_json)
+    return _logs(settling(look), rank, lines, lambda run: run.goes_on, wait, as_json)
 
 
 def _logs(

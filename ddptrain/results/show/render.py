@@ -70,7 +70,8 @@ def run_table(runs: Sequence[RunFields], extra: Sequence[str] = ()) -> list[tupl
 
 def _marks(view: Run) -> tuple[str, str, str]:
     annotations = view.annotations
-    jobs = ", ".join(f"{job.id} ({job.starts} starts)" if job.starts > 1 else job.id for job in view.record.jobs)
+    known = [job for job in view.record.jobs if job.id]
+    jobs = ", ".join(f"{job.id} ({job.starts} starts)" if job.starts > 1 else job.id for job in known)
     return jobs, " ".join(annotations.tags), _short(annotations.note)
 
 
@@ -146,7 +147,7 @@ def sections(view: Run) -> list[Section]:
         ("status", view.status_text),
         ("waits", record.queued.description if view.is_running and record.queued is not None else ""),
         ("problem", view.problem),
-        ("exit code", "" if record.exit_code is None else str(record.exit_code)),
+        ("exit code", "" if record.exit_code is None or view.goes_on else str(record.exit_code)),
         ("directory", view.where),
         ("tags", " ".join(view.annotations.tags)),
         ("note", view.annotations.note),

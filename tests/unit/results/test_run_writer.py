@@ -291,3 +291,15 @@ def test_continued_run_forgets_its_end_and_keeps_its_start(tmp_path: Path) -> No
     assert (found["status"], found["waiting"], found["params"]) == ("running", True, {"b": 2})
     assert found["started_at"] == before["started_at"] and found["checkpoints"] == ["step-1"]
     assert found["earlier_s"] == before["duration_s"] and "torch" in found["versions"]
+
+
+def test_run_that_is_resumed_by_a_job_keeps_its_earlier_seconds_while_it_waits(tmp_path: Path) -> None:
+    with make(tmp_path, "r") as writer:
+        writer.finish(RunStatus.PREEMPTED, 75)
+    writer.layout.run_json.write_text(json.dumps({**read(writer), "duration_s": 100.0, "queued": {"place": 2}}))
+    with RunWriter.reopen(tmp_path / "r", "") as submitted:
+        submitted.enqueue(())
+    waits = Run(tmp_path / "r")
+    assert (waits.status, waits.duration_s, waits.record.queued) == ("queued", 100.0, None)
+    with RunWriter.reopen(tmp_path / "r", "") as again:
+        assert again.record.earlier_s == 100.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.errors import ClusterError
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.worker import environment
 from tests.support.environments import make_wheel
 
@@ -37,6 +37,15 @@ def test_environment_is_made_once_also_by_two_at_once(cache: Path, tmp_path: Pat
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
     assert (folder / "bin" / "python") == Path(found[0]) and list(folder.glob("lib/*/site-packages/wordlib.py"))
     assert cache.stat().st_mode & 0o077 == 0 and environment.python_of("other") == ""
+
+
+def test_another_ddptrain_in_an_environment_is_refused(cache: Path, tmp_path: Path) -> None:
+    make_wheel(tmp_path / "wheels", "ddptrain", "0.0.9", "")
+    needed = {environment.REQUIREMENTS: f"--no-index\n--find-links {tmp_path / 'wheels'}\nddptrain==0.0.9\n"}
+    without_path = {name: value for name, value in ENVIRON.items() if name != "PYTHONPATH"}
+    with pytest.raises(UsageError, match="the environment has ddptrain"):
+        environment.install("other", needed, without_path)
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
 
 
 def test_oldest_are_deleted_but_not_one_that_is_held(cache: Path) -> None:
