@@ -145,7 +145,7 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
     if view.is_original:
         return StopTarget(view, lambda: Run(view.root))
-    if is_active(view) and driver.host != socket.gethostname():
+    if view.is_running and driver.host != socket.gethostname():
         raise UsageError(
             f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
             "it has no directory that other hosts see"
@@ -169,7 +169,7 @@ def stop_run(
         from ddptrain.driver.submit import cancel
 
         view = cancel(view)
-    if not is_active(view):
+    if not view.is_running:
         return view
     desk, driver = target.desk, view.record.driver
     try:
@@ -181,7 +181,7 @@ def stop_run(
     within_s = margin_s + (0.0 if now else _grace_s(desk))
     tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {driver.description}")
     deadline = time.monotonic() + within_s
-    while is_active(view := target.look()) or _is_leaving(view):
+    while (view := target.look()).is_running or _is_leaving(view):
         if time.monotonic() > deadline:
             why, advice = "it may still be copying results", f"look at {driver.description}, and kill it"
             if desk.stop_json.exists():
@@ -193,11 +193,6 @@ def stop_run(
     with suppress(OSError):  # the run may have ended by itself without reading the request
         desk.stop_json.unlink()
     return view
-
-
-def is_active(view: Run) -> bool:
-    """Return whether the driver is running."""
-    return view.status == RunStatus.RUNNING
 
 
 def _is_leaving(view: Run) -> bool:
