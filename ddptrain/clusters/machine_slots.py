@@ -94,9 +94,8 @@ class MachineSlots:
         self._total = len(present) or max(default_slots(()), usable_cores())
         self._folder = user_state_path("ddptrain", appauthor=False) / "machine" / socket.gethostname()
         self._run_id = run_id
-        self._path = (
-            self._folder / f"{run_id}-{os.urandom(4).hex()}{_SUFFIX}"
-        )  # ids are unique in a folder of runs only
+        # The id of a run is unique in its folder of runs only.
+        self._path = self._folder / f"{run_id}-{os.urandom(4).hex()}{_SUFFIX}"
         self._since = time.time()
         self._file = -1
 

@@ -149,9 +149,8 @@ def run_uv(request: Mapping[str, Any], send: Callable[[object], None]) -> None:
         _uv(folder, "pip", "sync", "--python", python, REQUIREMENTS)
     (site,) = target.glob("lib/python*/site-packages")
     own = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    lines = [
-        f"import site; site.addsitedir({path!r})\n" for path in own
-    ]  # at the end of sys.path, with their .pth files
+    # They come at the end of sys.path, with their .pth files.
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in own]
     (site / "ddptrain-worker.pth").write_text("".join(lines))
     done = subprocess.run([python, "-P", "-c", _VERSION_OF], capture_output=True, text=True, check=False)
     if done.stdout.strip() != __version__:
